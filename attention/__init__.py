@@ -36,8 +36,7 @@ __all__ = [
 ]
 __version__ = "0.3.0"  # pyproject.toml reads it here
 
-# pip installs this package as nanoattn. In a checkout both names are one package, so that each
-# operator is registered once.
+# Installed as nanoattn; in a checkout both names are one package: operators register once.
 if __name__ == "attention" and "nanoattn" in sys.modules:
     raise ImportError(f"nanoattn is another package: {sys.modules['nanoattn'].__file__}")
 _spec = importlib.util.find_spec("attention")

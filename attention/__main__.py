@@ -82,7 +82,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def machine_of(args: argparse.Namespace, needed: Sequence[str]) -> tuple[Machine, torch.device]:
-    """The described machine, or this one, and its device."""
     if args.machine:
         there = describe(args.machine, torch.__version__.partition("+")[0], needed)
         return replace(there, deterministic=args.deterministic), torch.device("meta")

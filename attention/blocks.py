@@ -1,14 +1,13 @@
-"""Masked attention in blocks of queries, each with the mask that PyTorch's SDPA takes. A block
-attends to the keys from the first to the last one that any of its queries sees:
+"""Attention in blocks of queries, each with the mask that PyTorch's SDPA takes, over the keys from
+the first to the last that any of its queries sees:
 
              k0  k1  k2  k3  k4  k5  k6  k7
-        q2   x   x   x   .   .   .   .   .      window=3, blocks of 2 queries: each block needs
-        q3   .   x   x   x   .   .   .   .      4 keys, however long the sequence is
+        q2   x   x   x   .   .   .   .   .      window=3, blocks of 2 queries: each needs
+        q3   .   x   x   x   .   .   .   .      4 keys, in a sequence of any length
         q4   .   .   x   x   x   .   .   .
         q5   .   .   .   x   x   x   .   .
 
-A block ends where a long segment ends, and a whole segment needs no mask.
-"""
+A block ends where a long segment ends, and a whole segment needs no mask."""
 
 from __future__ import annotations
 
@@ -27,8 +26,7 @@ CUDA_BLOCK = 1024  # each block is a kernel launch
 
 def sdpa_mask(q: Tensor, k: Tensor, spec: Spec, offset: int, segments: Pair = None,
               alibi_slopes: Tensor | None = None) -> tuple[Tensor | None, bool]:
-    """attn_mask and is_causal of PyTorch's SDPA; the mask is None, bool (1 or B, 1, Tq, Tk), or
-    with ALiBi the biases (1 or B, H, Tq, Tk)."""
+    """Return SDPA's attn_mask, None, bool (1 or B, 1, Tq, Tk) or biases, and is_causal."""
     Tq, Tk = q.shape[1], k.shape[1]
     bare = segments is None and alibi_slopes is None
     if bare and (kind := maskless(Tq, Tk, spec.window, offset, spec.right)):
@@ -38,20 +36,17 @@ def sdpa_mask(q: Tensor, k: Tensor, spec: Spec, offset: int, segments: Pair = No
 
 
 def biased(seen: Tensor, q: Tensor, alibi_slopes: Tensor, offset: Numbers) -> Tensor:
-    """ALiBi's biases, -inf where nothing is seen: float32 for half precision on the CPU, else of
-    q's dtype."""
+    """ALiBi's biases, -inf where masked; float32 for half precision on the CPU."""
     dtype = torch.promote_types(q.dtype, torch.float32) if q.is_cpu else q.dtype
     bias = alibi(alibi_slopes, seen.shape[-2], seen.shape[-1], offset, dtype)
     return bias.masked_fill(~seen, -torch.inf)
 
 
 class Block(NamedTuple):
-    """Queries that are computed together, and the keys that they see, by position."""
-
     b: slice  # rows of the batch
     queries: slice
     keys: slice
-    several: bool = False  # segments, whose ids mask
+    several: bool = False  # segments
 
 
 def block_size(q: Tensor) -> int:
@@ -60,8 +55,7 @@ def block_size(q: Tensor) -> int:
 
 def blocks(queries: slice, keys: slice, spec: Spec, size: int,
            masked: bool) -> list[tuple[slice, slice]]:
-    """Blocks of `size` queries with the keys that any of them sees, one if neither the Spec nor the
-    caller (`masked`) has a mask."""
+    """Blocks of `size` queries with the keys that any of them sees; one block if nothing masks."""
     n_queries, n_keys = queries.stop - queries.start, keys.stop - keys.start
     offset = queries.start - keys.start
     if not masked and maskless(n_queries, n_keys, spec.window, offset, spec.right):
@@ -77,7 +71,7 @@ def blocks(queries: slice, keys: slice, spec: Spec, size: int,
 
 
 def blocks_of_segments(segments: Tensor, offset: int, spec: Spec, size: int) -> list[Block]:
-    """The same by row of segments (B, Tk). Short neighbors share a block."""
+    """Blocks for each row of segments (B, Tk); short neighbors share a block."""
     starts, found = borders(segments), []
     alike = all(row == starts[0] for row in starts)
     for b, row in enumerate(starts[:1] if alike else starts):
@@ -98,14 +92,13 @@ def blocks_of_segments(segments: Tensor, offset: int, spec: Spec, size: int) -> 
 def in_blocks(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, spec: Spec,
               segments: Tensor | None = None, alibi_slopes: Tensor | None = None,
               **options: Any) -> Tensor:
-    """attend(q, k, v, spec, offset=), which masks, for blocks of queries and their keys; one block,
-    or a trace, masks segments too."""
+    """Call attend(q, k, v, spec, offset=) on blocks; one block, or a trace, masks segments too."""
     size = block_size(q)
     (Tq, Tk), offset = (q.shape[1], k.shape[1]), k.shape[1] - q.shape[1]
     if segments is None or Tq <= size or symbolic(segments):
         masked = spec.alibi or segments is not None
         parts = blocks(slice(offset, Tk), slice(0, Tk), spec, size, masked)
-        if segments is None and alibi_slopes is None and len(parts) == 1:  # decoding: 2 us less
+        if segments is None and alibi_slopes is None and len(parts) == 1:  # decoding
             J = parts[0][1]
             (k,), (v,) = (slices(t, [(slice(None), J)]) for t in (k, v))
             return attend(q, k, v, spec, offset=offset - J.start, **options)
@@ -125,7 +118,7 @@ def in_blocks(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, sp
 
 
 def slices(t: Tensor, at: list[tuple[slice, slice]]) -> tuple[Tensor, ...]:
-    """t[b, J] for each (b, J), of which autograd would make a gradient of t's size."""
+    """Take t[b, J] for each (b, J). Indexing would make a gradient of t's size for each."""
     if len(at) > 1 and t.requires_grad and not torch.compiler.is_compiling():
         return Slices.apply(t, at)
     return tuple(t if (b, J) == (slice(None), slice(0, t.shape[1])) else t[b, J] for b, J in at)

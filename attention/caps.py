@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 
 def version(text: str) -> tuple[int, ...]:
-    """(2, 13, 0) of "2.13.0+cpu"; a beta, "4.0.0b26", is (4, 0, -1, 26), before its release."""
+    """Parse "2.13.0+cpu" as (2, 13, 0); "4.0.0b26", a beta, is earlier than 4.0.0: (4, 0, -1,
+    26)."""
     leading = re.match(r"(\d+(?:\.\d+)*)(?:\.?b(?:eta)?(\d+))?", text)
     if not leading:
         return ()
@@ -31,7 +32,7 @@ def dotted(capability: tuple[int, int] | None) -> str:
 
 
 class Refusal(str):
-    """A reason to refuse a request; `kind` is the field of Spec or Machine that causes it."""
+    """A reason to refuse; `kind`: the field of Spec or Machine that causes it."""
 
     kind: str
 
@@ -42,15 +43,14 @@ class Refusal(str):
 
 
 class BackendUnavailable(ValueError):
-    """No allowed backend can compute the request."""
+    """No allowed backend can run the request."""
 
 
 class DeviceLost(RuntimeError):
-    """After a kernel's crash this process can run nothing more on the GPU."""
+    """A kernel crashed: this process can no longer use the GPU."""
 
 
-# Fields that Spec and Caps share: what a kernel without them does not support.
-LACKS = {
+LACKS = {  # fields of Spec and Caps
     "right": "later keys (right={0.right})",
     "window": "a sliding window",
     "segments": "segments (packed or padded)",
@@ -86,7 +86,7 @@ class Caps:
     alibi: bool = False  # in `partial` too
     lse: bool = False  # Backend.partial, without dropout, sinks and caches
     grad: bool = True
-    deterministic: bool = True  # so is its backward under use_deterministic_algorithms(True)
+    deterministic: bool = True  # its backward, under use_deterministic_algorithms(True)
     caches: tuple[str, ...] = ("none", "dynamic")
     page_multiple: int = 1
     packages: tuple[str, ...] = ()  # import names, or "a>=2.1"
@@ -103,7 +103,6 @@ class Caps:
     def lacks(self, spec: Spec, on: str) -> list[Refusal]:
         requested = {name: getattr(spec, name) for name in LACKS}
         requested["right"] = spec.right != 0
-        # A limit on either side is a window.
         requested["window"] = spec.window or (spec.right and self.right)
         found, split = [], spec.lse and self.lse
         for name, text in LACKS.items():
@@ -132,7 +131,6 @@ class Caps:
         return found
 
     def why_not(self, spec: Spec, machine: Machine) -> list[Refusal]:
-        """Every reason why this cannot do `spec` on `machine`; empty if it can."""
         low, high = self.min_capability or (0, 0), self.max_capability or (99, 0)
         need = f"{dotted(low)} to {dotted(high)}" if self.max_capability else f">= {dotted(low)}"
         need = dotted(low) if low == high else need
@@ -167,17 +165,16 @@ class Caps:
 
 @dataclass(frozen=True)
 class Partial:
-    """Attention to some of the keys, and L (B, H, Tq), the natural log-sum-exp of each row's scores
-    (ring.py), in float32, or float64 for float64.
+    """Attention to some of the keys (ring.py), and L (B, H, Tq): each row's natural log-sum-exp,
+    float32, or float64 for float64.
 
-    ``forward(q, k, v, spec, offset, segments) -> (out, L)``: out (B, Tq, H, D) is normalized over
-    these keys; a fully masked row has out 0 and L -inf.
+    ``forward(q, k, v, spec, offset, segments) -> (out, L)``: out (B, Tq, H, D), normalized over
+    these keys; 0 and L -inf in fully masked rows.
     ``backward(dout, q, k, v, out, L, spec, offset, segments) -> (dq, dk, dv)``: the share of these
-    queries and keys, from out and L of the whole rows.
+    keys; out and L of whole rows.
 
-    `offset` is as in visible(), `segments` None or ids (B, Tq) and (B, Tk); with spec.alibi both
-    receive `alibi_slopes=`. If the Spec is not causal, the keys are all of the rows'.
-    """
+    `offset` as in visible(), `segments` None or ids (B, Tq) and (B, Tk); with spec.alibi also
+    `alibi_slopes=`. A Spec that is not causal gets all keys at once."""
 
     forward: Callable[..., tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, ...]]
@@ -189,24 +186,23 @@ class Backend:
     """One attention kernel (docs/KERNEL.md).
 
     ``attend(q, k, v, spec, *, segments=None, cache=None)`` computes the contract of spec.py in q's
-    dtype: segments ``(B, Tk)`` int32, of which the last Tq are the queries'; with spec.sinks
-    ``sinks=`` ``(H,)``, with spec.alibi ``alibi_slopes=`` ``(H,)`` or ``(B, H)`` float32; `cache`
-    is a view (masks.py) of k and v. Raises ValueError for options that no row of Caps supports, and
-    tensors that contradict the Spec or one another; ``compute`` does not check.
-    """
+    dtype: segments ``(B, Tk)`` int32, the last Tq of them the queries'; with spec.sinks ``sinks=``
+    ``(H,)``, with spec.alibi ``alibi_slopes=`` ``(H,)`` or ``(B, H)`` float32; `cache`: a view
+    (masks.py) of k and v. Raises ValueError if Caps refuse the options, or tensors contradict the
+    Spec; ``compute`` does not check."""
 
     name: str
     title: str
     attend: Callable[..., Tensor]
     caps: tuple[Caps, ...]
-    fallback: str | None  # the next to try, before select.PREFERENCE
+    fallback: str | None  # tried before select.PREFERENCE
     aliases: tuple[str, ...] = ()
     install: str | None = None  # a shell command
-    fullgraph: bool = True  # torch.compile traces it without a graph break
+    fullgraph: bool = True  # no graph break in torch.compile
     partial: Partial | None = None  # present if Caps.lse
-    prebuilt: Backend | None = None  # the same kernel, downloaded: used if Policy.hub_kernels
+    prebuilt: Backend | None = None  # its download, for Policy.hub_kernels
     varlen: tuple[str, ...] = ()  # devices where NaN in a segment reaches no other
-    mods: Mods | None = None  # a mask of its own instead of visible()
+    mods: Mods | None = None  # instead of visible()
     compute: Callable[..., Tensor] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -223,7 +219,7 @@ class Backend:
         return [text.partition(">=")[0] for row in self.caps for text in row.packages]
 
     def why_not(self, spec: Spec, machine: Machine) -> list[Refusal]:
-        """The reasons of the Caps row with the fewest; empty if one has none."""
+        """The reasons of the Caps row with the fewest."""
         rows = [(c.why_not(spec, machine), c) for c in self.caps if machine.device in c.devices]
         if not rows:
             devices = dict.fromkeys(d for c in self.caps for d in c.devices)
@@ -247,10 +243,10 @@ class Backend:
 
 
 def in_own_dtype(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Make attend() compute in its inputs' dtype, under autocast too."""
+    """Run attend() in its inputs' dtype, under autocast too."""
     import torch
 
-    is_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled  # a context costs 1 us
+    is_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled  # faster than a context
 
     @wraps(attend)
     def compute(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **options: Any) -> Tensor:
@@ -264,7 +260,6 @@ def in_own_dtype(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def checked(name: str, compute: Callable[..., Tensor],
             caps: tuple[Caps, ...]) -> Callable[..., Tensor]:
-    """compute() after the check of its arguments, in a trace too."""
     admitted: dict[tuple[str, object], bool] = {}  # by kind and device
 
     @wraps(compute)
@@ -289,7 +284,7 @@ INTEGERS = ("int32", "int64", "int16", "int8", "uint8")
 
 def check_call(q: Tensor, k: Tensor, v: Tensor, spec: Spec, segments: Any = None, cache: Any = None,
                sinks: Any = None, alibi_slopes: Any = None) -> None:
-    """Raise ValueError if the arguments of attend() contradict the Spec or one another."""
+    """Raise ValueError if arguments contradict the Spec or one another."""
     shape, kv_shape, dtype, on = q.shape, k.shape, q.dtype, q.device
     H, Hkv, D = spec.n_head, spec.n_kv_head, spec.head_dim
     buffers = cache is not None or spec.cache in ("static", "paged")
@@ -345,7 +340,6 @@ def _check_cache(q: Tensor, k: Tensor, spec: Spec, segments: object, cache: Any)
 
 
 def must_be(name: str, t: Any, shape: tuple[int, ...], on: object, dtypes: tuple[str, ...]) -> None:
-    """Raise ValueError unless t is a tensor of this shape (-1: any size), device and dtype."""
     import torch
 
     if isinstance(t, torch.Tensor) and t.device == on and str(t.dtype)[6:] in dtypes and (
@@ -356,7 +350,7 @@ def must_be(name: str, t: Any, shape: tuple[int, ...], on: object, dtypes: tuple
 
 
 def shape_of(t: Any) -> str:
-    """A tensor as "(2, 3) float32 on cpu", an array by its type, else as it prints."""
+    """Describe a tensor as "(2, 3) float32 on cpu", an array by its type, else by repr()."""
     import torch
 
     if not isinstance(t, torch.Tensor):

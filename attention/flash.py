@@ -1,13 +1,11 @@
-"""The three generations of Tri Dao's flash-attn packages.
+"""Three generations of Tri Dao's flash-attn.
 
     flash_attn_2  import flash_attn (>= 2.6.2) Ampere and later  Dao 2023, arXiv 2307.08691
     flash_attn_3  import flash_attn_interface  Hopper, 8.0 (hub) Shah et al. 2024, arXiv 2407.08608
     flash_attn_4  import flash_attn.cute       8.0 to 12.1
 
-Memory  O(T), by the algorithm of tiled.py.
 Layout  (B, T, H, D); with segments all sequences are concatenated, (total, H, D).
-Masks   aligned bottom-right. W keys and n later ones: window_size=(W - 1, n).
-"""
+Masks   aligned bottom-right. W keys and n later ones: window_size=(W - 1, n)."""
 
 from __future__ import annotations
 
@@ -30,21 +28,19 @@ HALF = ("float16", "bfloat16")
 
 @dataclass(frozen=True)
 class Package:
-    """One generation and its argument names."""
-
     module: str
-    unbounded: int | None  # marks an unlimited side of the window
+    unbounded: int | None  # unlimited side of the window
     dropout: bool = False
-    kvcache: str | None = None  # name of the page table in flash_attn_with_kvcache
-    hub: tuple[str, str] | None = None  # repository and commit of a prebuilt kernel
-    accepts: frozenset[str] | None = None  # arguments of its functions; None: all of ours
+    kvcache: str | None = None  # page table in flash_attn_with_kvcache
+    hub: tuple[str, str] | None = None  # prebuilt: repository, commit
+    accepts: frozenset[str] | None = None  # its arguments; None: all
     sinks: str = "learnable_sink"
 
 
 FA2 = Package("flash_attn", unbounded=-1, dropout=True, kvcache="block_table")
 FA3 = Package("flash_attn_interface", unbounded=-1, kvcache="page_table")
 FA4 = Package("flash_attn.cute", unbounded=None)
-# "v2" ("v3" raises in the backward with grouped heads) and "v1". Not run here.
+# "v2" ("v3" raises in the backward with grouped heads) and "v1". Not run yet.
 HUB2 = "kernels-community/flash-attn2", "db6b51744f0cd7061386442c09df890fc6d9f47e"
 HUB3 = "kernels-community/flash-attn3", "7cb368cf8278b583132eb72cbf312d54586df2e2"
 
@@ -53,7 +49,6 @@ HUB3 = "kernels-community/flash-attn3", "7cb368cf8278b583132eb72cbf312d54586df2e
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
            cache: PagedView | StaticView | None = None, sinks: Tensor | None = None,
            alibi_slopes: Tensor | None = None, package: Package) -> Tensor:
-    """Attention by one of the packages, whose errors are raised; shapes as in caps.Backend."""
     flash = load(package)
     causal, left = spec.right == 0, package.unbounded
     right = package.unbounded if spec.right is None or causal else spec.right
@@ -65,14 +60,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
         options["softcap"] = spec.softcap
     if sinks is not None:  # 4 takes no float64
         options[package.sinks] = sinks.float().contiguous()
-    if alibi_slopes is not None:  # causal it adds m * j, which moves the log-sum-exp alone
+    if alibi_slopes is not None:  # causal kernels add m * j, which moves only L
         options["alibi_slopes"] = alibi_slopes.contiguous()
     if cache is not None:
         return _from_cache(flash, q, k, v, cache, package, options)
     options["deterministic"] = torch.are_deterministic_algorithms_enabled()
     if package.dropout:
         options["dropout_p"] = spec.dropout
-    if package.accepts is not None:  # what Caps refuse has its neutral value here
+    if package.accepts is not None:  # Caps refuse other values
         options = {name: x for name, x in options.items() if name in package.accepts}
     if segments is not None:
         return _varlen(flash, q, k, v, segments, options)
@@ -85,7 +80,7 @@ def _varlen(flash: ModuleType, q: Tensor, k: Tensor, v: Tensor, segments: Tensor
     found = runs(segments, q.shape[1])
     names = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
     slopes = options.get("alibi_slopes")
-    if isinstance(slopes, Tensor) and slopes.dim() == 2:  # of the row of each run
+    if isinstance(slopes, Tensor) and slopes.dim() == 2:
         row = found.cu_q[:-1] // q.shape[1]
         options = {**options, "alibi_slopes": slopes[row.long()]}
     packed, ends = found.pack(q, k, v), dict(zip(names, found.ends))
@@ -95,16 +90,15 @@ def _varlen(flash: ModuleType, q: Tensor, k: Tensor, v: Tensor, segments: Tensor
 
 def _from_cache(flash: ModuleType, q: Tensor, k: Tensor, v: Tensor, cache: PagedView | StaticView,
                 package: Package, options: dict[str, object]) -> Tensor:
-    # Queries are aligned with the end; only padding sees the null page, or zeros.
     Tq = q.shape[1]
     seen, i = cache.start + Tq, torch.arange(Tq, device=q.device)
     row, back = torch.arange(q.shape[0], device=q.device)[:, None], None
-    if Tq > 1 and not options["causal"]:  # queries would see past the end: padding goes first
+    if Tq > 1 and not options["causal"]:  # padding first: else queries see past the end
         shift = (Tq - cache.count)[:, None]
         q, back = q[row, (i - shift) % Tq], (i + shift) % Tq
         seen = cache.start + cache.count
     if isinstance(cache, PagedView):
-        table = F.pad(cache.page_table, (0, (Tq - 1) // k.shape[1] + 1))
+        table = F.pad(cache.page_table, (0, (Tq - 1) // k.shape[1] + 1))  # padding sees a null page
         options["page_table" if package.kvcache is None else package.kvcache] = table
     else:
         if Tq > 1:
@@ -118,16 +112,13 @@ def _from_cache(flash: ModuleType, q: Tensor, k: Tensor, v: Tensor, cache: Paged
 
 
 def _tensor(out: Tensor | tuple[Tensor, ...]) -> Tensor:
-    # Some return (out, log-sum-exp).
     return out if isinstance(out, Tensor) else out[0]
 
 
-# A dict: torch.compile can trace neither an import nor a cache.
-_loaded: dict[object, ModuleType] = {}
+_loaded: dict[object, ModuleType] = {}  # torch.compile cannot trace functools.cache
 
 
 def load(package: Package) -> ModuleType:
-    """The package's module, or a kernel repository of the hub, once a process."""
     key = package.hub or package.module
     if key not in _loaded:
         if package.hub is not None:
@@ -140,37 +131,34 @@ def load(package: Package) -> ModuleType:
     return _loaded[key]
 
 
-# csrc/flash_attn/flash_api.cpp of 2.6.2 to 2.8.3. Before, a softcap's gradients were wrong.
+# csrc/flash_attn/flash_api.cpp of 2.6.2 to 2.8.3; before, softcap's gradients are wrong.
 _FA2 = Caps(("cuda",), HALF, (8, 0), right=True, head_dim_max=256, dropout=False, scale=True,
             softcap=True, alibi=True, caches=CACHES, page_multiple=256,
             packages=("flash_attn>=2.6.2",))
 _FA2_DROPOUT = replace(_FA2, dropout=True, softcap=False)
-# With dropout and a head_dim past 192 the backward on 8.6, 8.9 and 12.0 silently launches nothing
-# (flash_bwd_launch_template.h).
+# 8.6, 8.9, 12.0: dropout past head_dim 192 silently has no backward (flash_bwd_launch_template.h).
 FA2_CAPS = (
     _FA2,
     replace(_FA2_DROPOUT, head_dim_max=192),
     replace(_FA2_DROPOUT, max_capability=(8, 0)),
     replace(_FA2_DROPOUT, min_capability=(9, 0), max_capability=(10, 3)))
 
-# hopper/flash_api.cpp at 0251105a (August 2026).
+# from hopper/flash_api.cpp at 0251105a
 _FA3 = Caps(("cuda",), HALF, (9, 0), (9, 0), right=True, head_dim_max=256, head_dim_multiple=8,
             dropout=False, scale=True, softcap=True, deterministic=False, caches=CACHES,
             packages=("flash_attn_interface",))
 FA3_CAPS = (_FA3, replace(_FA3, head_dim_max=192, deterministic=True))
-# Prebuilt for 8.0, too (flash-attn3/build.toml of kernels-community).
-FA3_HUB_CAPS = (
+FA3_HUB_CAPS = (  # also for 8.0 (flash-attn3/build.toml of kernels-community)
     *FA3_CAPS, *(replace(c, min_capability=(8, 0), max_capability=(8, 0)) for c in FA3_CAPS))
 
-# flash_attn/cute/interface.py of 4.0.0b36. Before b26 a sink's gradient was None.
+# flash_attn/cute/interface.py of 4.0.0b36; a sink has a gradient from b26 on.
 _FA4 = Caps(("cuda",), HALF, (9, 0), (11, 0), right=True, head_dim_max=128, head_dim_multiple=8,
             dropout=False, scale=True, softcap=True, sinks=True, grad=False, caches=CACHES,
             packages=("flash_attn.cute>=4.0.0b26",))
 _FA4_WIDE = replace(_FA4, head_dim_max=256, caches=("none", "dynamic"))
-# Silently wrong gradients if head_dim is not a multiple of 32 (flash-attention pull requests 2896,
-# 2698), and at 256 on Blackwell (TransformerEngine issue 3216); a softcap's hung (issue 2466).
+# Wrong gradients if head_dim is not a multiple of 32 (flash-attention pull requests 2896,
+# 2698), and at 256 on Blackwell (TransformerEngine issue 3216); softcap hangs (issue 2466).
 _FA4_GRAD = replace(_FA4, grad=True, head_dim_multiple=32, softcap=False)
-# 8.x and 12.x share a kernel; only 12.x has a backward.
 _FA4_MMA = replace(_FA4, max_capability=(8, 9), min_capability=(8, 0), softcap=False, sinks=False,
                    caches=("none", "dynamic"))
 _FA4_12 = replace(_FA4_MMA, min_capability=(12, 0), max_capability=(12, 1))

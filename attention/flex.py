@@ -1,14 +1,11 @@
 """flex: PyTorch's flex_attention, whose mask is a Python function.
 
-The kernel is FlashAttention (tiled.py) as a template, into which torch.compile traces visible(). A
-BlockMask lists the tiles of 128 x 128 scores of each row that need a mask ("partial") and those
-that need none ("full"). A softcap and ALiBi are a score_mod. Sinks: out * sigmoid(L - sink).
+torch.compile traces visible() into a template of FlashAttention (tiled.py). A BlockMask lists the
+tiles of 128 x 128 scores that need a mask ("partial") and those that need none ("full"). A softcap
+and ALiBi are a score_mod. Sinks: out * sigmoid(L - sink).
 
-Memory  O(T): q, k, v, out and the logsumexp L; the lists are (T / 128)^2 integers.
-Layout  (B, H, T, D) to PyTorch: transposed views.
-Refuses dropout, float64, and on the CPU and Apple's Metal gradients and sinks.
-Source  Dong et al. 2024 (arXiv 2412.05496). flex_flash: the same on FlashAttention-4.
-"""
+Memory  O(T): q, k, v, out and L; the lists are (T / 128)^2 integers.
+Source  Dong et al. 2024 (arXiv 2412.05496). flex_flash: the same on FlashAttention-4."""
 
 from __future__ import annotations
 
@@ -31,11 +28,11 @@ if TYPE_CHECKING:
 
 Mod = Callable[..., Tensor]
 OwnMask = Callable[[int, int, int, int, torch.device], "tuple[BlockMask, Mod | None]"]
-TILE = 128  # rows and columns of a listed tile
-FEW = 16  # queries of PyTorch's kernel for decoding
+TILE = 128  # rows and columns
+FEW = 16  # at most, in PyTorch's decoding kernel
 THREE = ("float16", "bfloat16", "float32")
-# For these head dims PyTorch's C++ for AVX2 overwrites memory (cpp_micro_gemm.py up to 2.13, tail_n
-# with trans_b and K < 24), not with four zeros more.
+# With these head dims PyTorch's C++ for AVX2 overwrites memory (cpp_micro_gemm.py up to 2.13,
+# tail_n with trans_b and K < 24), not with four zeros more.
 SPOILT = (8, 16)
 
 
@@ -43,18 +40,17 @@ SPOILT = (8, 16)
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
            cache: None = None, sinks: Tensor | None = None, alibi_slopes: Tensor | None = None,
            flash: bool = False, own_mask: OwnMask | None = None) -> Tensor:
-    """Attention by torch.nn.attention.flex_attention, compiled; shapes as in caps.Backend."""
     assert cache is None, "flex has no cache"
     (B, Tq, H, D), Tk, on = q.shape, k.shape[1], q.device
     scale, score_mod = spec.scale, None
-    if not torch.is_grad_enabled():  # the CPU takes no inputs that require gradients
+    if not torch.is_grad_enabled():  # the CPU takes no leaves
         q, k, v = (t.detach() for t in (q, k, v))
     if on.type == "cpu" and D in SPOILT:
         scale = scale or D**-0.5
         q, k, v = (F.pad(t, (0, 4)) for t in (q, k, v))
     slopes = None if alibi_slopes is None else alibi_slopes.contiguous().view(-1, H)
     sides = Tq, Tk, spec.window, spec.right, flash_rows(on) if flash else None
-    # As text: a symbol's C++ does not compile (2.13).
+    # Strings: a symbol's C++ does not compile (2.13).
     scale_text, softcap = (None if n is None else str(n) for n in (scale, spec.softcap))
     if torch.compiler.is_compiling():
         call, mask = flex, block_mask(segments, on, *sides)
@@ -73,7 +69,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
 def flex(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask: BlockMask, scale: str | None,
          softcap: str | None, sinks: Tensor | None, flash: bool, slopes: Tensor | None,
          shift: Tensor, own_score: Mod | None) -> Tensor:
-    """flex_attention, and the weight that sinks (H,) leave. slopes: (1 or B, H)."""
+    """Call flex_attention, and take off the weight of sinks (H,). slopes: (1 or B, H)."""
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
     options: dict[str, Any] = {"block_mask": mask, "scale": scale and float(scale)}
@@ -96,15 +92,15 @@ def flex(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask: BlockMask, scale:
         return flex_attention(q_BHTD, k_BHTD, v_BHTD, **options)
     options["return_aux"] = AuxRequest(lse=True)
     out, aux = flex_attention(q_BHTD, k_BHTD, v_BHTD, **options)
-    left = torch.sigmoid(aux.lse - sinks[:, None])  # (B, H, Tq) float32; 0 where no key is seen
+    left = torch.sigmoid(aux.lse - sinks[:, None])  # (B, H, Tq) float32
     return (out * left[..., None]).to(out.dtype)
 
 
 class Graph(NamedTuple):
-    """Each gets its own copy of flex(), which torch.compile would recompile at most 8 times."""
+    """Key of a copy of flex(), which torch.compile recompiles at most 8 times."""
 
-    spec: Spec  # without window and `right`, which are tensors
-    sizes: tuple[int, ...]  # of training; else the special ones
+    spec: Spec  # window and `right` are tensors
+    sizes: tuple[int, ...]  # in training; else the special ones
     segments: tuple[int, int] | None  # padded
     slopes: int  # rows
     flash: bool
@@ -117,7 +113,7 @@ def graph_of(q: Tensor, Tk: int, spec: Spec, segments: Tensor | None, slopes: Te
     sizes: tuple[int, ...] = B == 1, Tq == 1, q.is_cuda and Tq <= FEW, Tq <= TILE, Tk <= TILE
     if spec.grad or flash:
         sizes = B, Tq, Tk
-    if slopes is not None:  # a constant size, as of segments
+    if slopes is not None:
         torch._dynamo.mark_static(slopes)
     padded = None if segments is None else room(segments)
     rows = 0 if slopes is None else len(slopes)
@@ -127,21 +123,18 @@ def graph_of(q: Tensor, Tk: int, spec: Spec, segments: Tensor | None, slopes: Te
 @lru_cache(maxsize=4096)
 def compiled(graph: Graph) -> Callable[..., Tensor]:
     own = own_code(flex, f"flex_{hash(graph) & 0xFFFFFFFF:x}")
-    # Training has few lengths, and as constants they need no bounds.
     return torch.compile(own, fullgraph=True, dynamic=not (graph.spec.grad or graph.flash))
 
 
 def flash_rows(device: torch.device) -> int:
-    """FlashAttention-4 computes two tiles at a time on Blackwell."""
+    """FlashAttention-4 takes two tiles at once on Blackwell."""
     return 2 * TILE if torch.cuda.get_device_properties(device).major >= 10 else TILE
 
 
 def block_mask(segments: Tensor | None, device: torch.device, Tq: int, Tk: int, window: int | None,
                right: int | None = 0, rows: int | None = None) -> BlockMask:
-    """The BlockMask of visible(), with segments for Tq <= Tk, from the corners of the tiles. rows:
-    of a tile for FlashAttention-4, whose mask_mod has constants."""
-    # visible() depends on j - i alone.
-    offset = Tk - Tq
+    """visible() as a BlockMask, with segments for Tq <= Tk. rows: of FlashAttention-4's tiles."""
+    offset = Tk - Tq  # only j - i matters
     top, bottom = corners(Tq, rows or TILE, device)
     first, last = corners(Tk, TILE, device)
     least, most = first - bottom[:, None], last - top[:, None]  # (tiles, tiles) each
@@ -171,14 +164,13 @@ def block_mask(segments: Tensor | None, device: torch.device, Tq: int, Tk: int, 
 
 
 def corners(T: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The first and the last position in each tile."""
     first = torch.arange(0, T, size, device=device)
     return first, (first + size).clamp(max=T) - 1
 
 
 def listed(some: Tensor, every: Tensor, lengths: tuple[int, int], rows: int,
            mask_mod: Mod) -> BlockMask:
-    """A BlockMask of bool (1 or B, 1 or H, tiles, tiles): is some, is every pair in it visible?"""
+    """A BlockMask from bool (1 or B, 1 or H, tiles, tiles): is some, is every pair visible?"""
     from torch.nn.attention.flex_attention import BlockMask
 
     def of_rows(tiles: Tensor) -> tuple[Tensor, Tensor]:
@@ -189,20 +181,19 @@ def listed(some: Tensor, every: Tensor, lengths: tuple[int, int], rows: int,
                                     BLOCK_SIZE=(rows, TILE), mask_mod=mask_mod, seq_lengths=lengths)
 
 
-# Tensors made in inference mode cannot be used in training.
+# Inference tensors cannot be used in training.
 _by_shape = lru_cache(maxsize=16)(torch.inference_mode(False)(partial(block_mask, None)))
 
 
 @kept
 def _by_segments(segments: Tensor, Tq: int, Tk: int, *sides: Any) -> BlockMask:
-    copy = F.pad(segments, (0, room(segments)[1] - Tk)).clone()  # else the cache's key lives on
+    copy = F.pad(segments, (0, room(segments)[1] - Tk)).clone()
     torch._dynamo.mark_static(copy)
     return block_mask(copy, segments.device, Tq, Tk, *sides)
 
 
 def room(segments: Tensor) -> tuple[int, int]:
-    """(B, the least 128 * 2^n >= Tk), to which segments are padded: of a symbolic size PyTorch 2.13
-    may generate C++ that does not compile."""
+    """The padded size, (B, 128 * 2^n >= Tk): a symbolic one may fail to compile in PyTorch 2.13."""
     Tk = segments.shape[1]
     return len(segments), TILE << ((Tk - 1) // TILE).bit_length()
 
@@ -222,7 +213,7 @@ BACKEND = Backend(
     fallback="sdpa",
     aliases=("flex_attention",))
 
-# flash_attn/cute/interface.py of 4.0.0b13; gradients as in flash.py.
+# flash_attn/cute/interface.py of 4.0.0b13.
 _FLASH = Caps(("cuda",), THREE[:2], (9, 0), (11, 0), head_dim_max=128,
               head_dim_multiple=8, right=True, dropout=False, scale=True, softcap=True, grad=False,
               packages=("flash_attn.cute>=4.0",))

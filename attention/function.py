@@ -1,8 +1,6 @@
-"""Kernels that compute their own gradient (caps.Partial), for autograd and torch.compile.
+"""Kernels with their own gradient (caps.Partial), for autograd and torch.compile.
 
-A gradient is computed in another Function, Once, whose own backward raises RuntimeError, where
-once_differentiable would leave a zero. torch.compile has no second derivatives.
-"""
+A second derivative raises RuntimeError (once_differentiable would give zero)."""
 
 from __future__ import annotations
 
@@ -26,21 +24,18 @@ def attention(
     segments: Tensor | Pair = None, sinks: Tensor | None = None, seed: Tensor | None = None,
     offset: int | None = None, alibi_slopes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention by a kernel: out (B, Tq, H, D) in q's dtype and L (B, H, Tq), which has no
-    gradient. `segments` of the keys (B, Tk) or of both; offset None: Tk - Tq."""
+    """Return out in q's dtype and L (B, H, Tq), without gradient; segments (B, Tk) or of both."""
     if isinstance(segments, Tensor):
         segments = segments[:, k.shape[1] - q.shape[1] :], segments
     offset = k.shape[1] - q.shape[1] if offset is None else offset
     pair = (None, None) if segments is None else segments
     inputs = kernel, spec, offset, q, k, v, sinks, seed, alibi_slopes, *pair
-    if not torch.is_grad_enabled():  # apply() would double the time of decoding
+    if not torch.is_grad_enabled():  # apply() is slow in decoding
         return Attention.forward(*inputs)
     return Attention.apply(*inputs)
 
 
 def whole(backend: Backend) -> Callable[..., Tensor]:
-    """An attend() by Backend.partial."""
-
     def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **options: object) -> Tensor:
         return attention(q, k, v, spec, kernel=backend.partial, **options)[0]
 
@@ -50,11 +45,11 @@ def whole(backend: Backend) -> Callable[..., Tensor]:
 def _run(f: Callable[..., Any], spec: Spec, offset: int, tensors: tuple[Tensor, ...],
          sinks: Tensor | None, seed: Tensor | None, alibi: Tensor | None,
          *pair: Tensor | None) -> Any:
-    """Call a function of Partial, without the arguments that the kernel may not have."""
+    """Pass only arguments that the kernel has."""
     segments = None if pair[0] is None else pair
     more = () if sinks is None and seed is None else (sinks, seed)
     slopes = {} if alibi is None else {"alibi_slopes": alibi}
-    with autocast_off(tensors[0]):  # autograd calls the backward in whatever context
+    with autocast_off(tensors[0]):  # backward runs in autograd's context
         return f(*tensors, spec, offset, segments, *more, **slopes)
 
 
@@ -65,11 +60,11 @@ class Attention(torch.autograd.Function):
         sinks: Tensor | None, seed: Tensor | None, alibi: Tensor | None, seg_q: Tensor | None,
         seg_k: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        # No *args: torch.compile counts one parameter less.
+        # torch.compile counts *args as one parameter less.
         options = sinks, seed, alibi, seg_q, seg_k
         out, L = _run(kernel.forward, spec, offset, (q, k, v), *options)
         out = out.to(q.dtype)
-        # Dynamo (2.11) returns intermediate tensors too: dout would go to `out` before `to`.
+        # Dynamo (2.11) also returns intermediates: dout would go to `out` before `to`.
         return out.view_as(out), L
 
     @staticmethod
@@ -95,7 +90,7 @@ class Attention(torch.autograd.Function):
 
 
 class Once(torch.autograd.Function):
-    """compute(*tensors), a gradient whose own derivative is an error."""
+    """A gradient whose own derivative is an error."""
 
     @staticmethod
     def forward(compute: Callable[..., Any], *tensors: Tensor | None) -> Any:
@@ -112,7 +107,7 @@ class Once(torch.autograd.Function):
 
 
 def once(n: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The first n tensors, gradients of all others, whose own derivative raises RuntimeError."""
+    """The first n tensors, gradients of the others, whose derivative is an error."""
 
     def first(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
         return tuple(None if t is None else t.view_as(t) for t in tensors[:n])
@@ -121,8 +116,6 @@ def once(n: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
 
 
 class Dense(torch.autograd.Function):
-    """The identity; the gradient becomes contiguous and aligned."""
-
     @staticmethod
     def forward(out: Tensor) -> Tensor:
         return out.view_as(out)
@@ -135,13 +128,12 @@ class Dense(torch.autograd.Function):
 
 
 def dense_gradient(out: Tensor) -> Tensor:
-    """out of a library, whose gradient comes back contiguous: cuDNN's plan in PyTorch (2.11) gives
-    wrong numbers for a gradient in another layout than the first call's."""
+    """Make out's gradient contiguous: cuDNN in PyTorch 2.11 is wrong for a second layout."""
     return Dense.apply(out) if out.is_cuda and out.requires_grad else out
 
 
 def not_compiled(f: Callable[P, R]) -> Callable[P, R]:
-    """torch.compiler.disable(f), but torch._dynamo is not imported for it (1 s or more)."""
+    """torch.compiler.disable(f) without importing torch._dynamo, which is slow."""
     made: list[Callable[P, R]] = []
 
     @wraps(f)
@@ -152,7 +144,7 @@ def not_compiled(f: Callable[P, R]) -> Callable[P, R]:
             made.append(torch.compiler.disable(f))
         return made[0](*args, **kwargs)
 
-    # As disable() marks its functions: Dynamo stops here, and prints why.
+    # Dynamo stops here, and prints why.
     vars(call).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=(
         "no graph can hold it: take another attention backend, or fullgraph=False"))
     return call

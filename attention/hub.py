@@ -1,8 +1,8 @@
 """hub:org/repo@commit: FlashAttention's functions from a repository of Hugging Face's hub, by the
-package `kernels`, only under Policy.hub_kernels: it is other people's code.
+package `kernels`: other people's code, only under Policy.hub_kernels.
 
 An option is declared if flash_attn_func, and flash_attn_varlen_func for segments, have its
-parameter; the probe finds the rest. No dropout, whose rate it cannot prove."""
+parameter; the probe finds the rest. It cannot prove the rate of dropout, which is refused."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def not_loaded(*args: object, **options: object) -> NoReturn:
 
 @cache
 def unloaded(name: str) -> Backend:
-    """The backend before its code is here, with all Caps that a repository may declare."""
+    """The backend before its code is loaded, with all possible Caps."""
     if not (found := NAME.fullmatch(name)):
         raise ValueError(f"expected hub:org/repo@ and the 40 hex digits of a commit, got {name!r}")
     title = f"{found[1]} of the hub at {found[2][:8]}"
@@ -48,7 +48,7 @@ def loaded(name: str) -> Backend:
         parameters.append(inspect.signature(module.flash_attn_varlen_func).parameters)
     accepts = frozenset.intersection(*map(frozenset, parameters))
     sinks = next((s for s in SINKS if s in accepts), "")
-    unbounded = None  # how the functions mark an unlimited side
+    unbounded = None  # for an unlimited side
     if "window_size" in accepts:
         default = parameters[0]["window_size"].default
         unbounded = default[0] if isinstance(default, (tuple, list)) else -1
@@ -63,7 +63,6 @@ def loaded(name: str) -> Backend:
 
 
 def admit(name: str, spec: Spec, machine: Machine, policy: Policy) -> tuple[Backend, list[Refusal]]:
-    """As select.admit(); a permitted kernel is loaded, for this machine."""
     backend = unloaded(name)
     if not policy.hub_kernels:
         text = "it is downloaded code, which runs with --attention_hub_kernels=True only"

@@ -6,11 +6,9 @@
 
 for every head of every sequence (Vaswani et al. 2017, section 3.2.1). Course: page 3.
 
-Memory  O(Tq * Tk) a head: S and P are written and read back, and P is kept for the backward pass.
+Memory  O(Tq * Tk) a head: P is kept for the backward pass.
 FLOPs   4 * Tq * Tk * D a head forward, twice that backward; masked pairs are computed too.
-Layout  (B, G, R, T, D) inside: G = Hkv groups of R = H / Hkv query heads that share k and v.
-Refuses a paged cache and the log-sum-exp.
-"""
+Layout  (B, G, R, T, D) inside: G = Hkv groups of R = H / Hkv query heads that share k and v."""
 
 from __future__ import annotations
 
@@ -27,12 +25,12 @@ from .spec import Spec
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
            segments: Tensor | None = None, cache: StaticView | None = None,
            sinks: Tensor | None = None, alibi_slopes: Tensor | None = None) -> Tensor:
-    """Attention by the formula: q (B, Tq, H, D), k and v (B, Tk, Hkv, D) -> (B, Tq, H, D)."""
+    """q (B, Tq, H, D), k and v (B, Tk, Hkv, D) -> (B, Tq, H, D)."""
     (_, Tq, H, _), (_, Tk, Hkv, _) = q.shape, k.shape
     dtype = q.dtype
-    if dtype == torch.float16:  # which ends at 65,504; scores and dP can be larger
+    if dtype == torch.float16:  # scores and dP can exceed its 65,504
         q, k, v = q.float(), k.float(), v.float()
-    # Query heads that share a key/value head become rows of one matmul: no copy of k or v.
+    # Query heads of a key/value head are rows of one matmul: no copy of k or v.
     q_BGRTD = q.transpose(1, 2).unflatten(1, (Hkv, H // Hkv))  # (B, Hkv, H/Hkv, Tq, D)
     k_BG1DT = k.permute(0, 2, 3, 1).unsqueeze(2)  # (B, Hkv, 1, D, Tk)
     v_BG1TD = v.transpose(1, 2).unsqueeze(2)  # (B, Hkv, 1, Tk, D)
@@ -50,7 +48,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
         seen = cache.seen(Tq, spec.window, spec.right)
     seen = seen[:, None]  # (1 or B, 1, 1, Tq, Tk)
     scores = scores.masked_fill(~seen, -torch.inf)
-    if sinks is not None:  # the score of one more key, for every query of a head
+    if sinks is not None:  # one more key, for every query of a head
         column = sinks.to(scores.dtype).view(Hkv, -1, 1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, column], dim=-1)
     probs = F.softmax(scores, dim=-1)[..., :Tk].to(v.dtype)  # the sink has no value

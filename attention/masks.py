@@ -1,4 +1,4 @@
-"""visible() as tensors, calls of any shape, segments by their values, and views of caches."""
+"""visible() as tensors, calls of any shape, segments by value, and views of caches."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from .machine.system import R
 from .spec import Numbers, Spec, alibi_bias, visible
 
-Pair = tuple[Tensor, Tensor] | None  # segments of the queries and of the keys
+Pair = tuple[Tensor, Tensor] | None  # segments of queries and keys
 
 
 def mask(Tq: int, Tk: int, window: int | None, segments: Tensor | Pair, device: torch.device,
          offset: int | None = None, right: int | None = 0) -> Tensor:
-    """visible() as bool (1 or B, 1, Tq, Tk); segments of the keys (B, Tk), or of both."""
+    """visible() as bool (1 or B, 1, Tq, Tk); segments (B, Tk) or of both."""
     i = torch.arange(Tq, device=device)[:, None]
     j = torch.arange(Tk, device=device)[None, :]
     offset = Tk - Tq if offset is None else offset
@@ -35,7 +35,7 @@ def mask(Tq: int, Tk: int, window: int | None, segments: Tensor | Pair, device: 
 
 
 def alibi(slopes: Tensor, Tq: int, Tk: int, offset: Numbers, dtype: torch.dtype) -> Tensor:
-    """alibi_bias() (1 or B, H, Tq, Tk), rounded once, for slopes (H,) or (B, H)."""
+    """alibi_bias() (1 or B, H, Tq, Tk), rounded once; slopes (H,) or (B, H)."""
     slopes = slopes.to(torch.promote_types(dtype, slopes.dtype))
     i = torch.arange(Tq, device=slopes.device)[:, None]
     j = torch.arange(Tk, device=slopes.device)
@@ -48,7 +48,7 @@ def sees_all(Tq: int, Tk: int, window: int | None, offset: int, right: int | Non
 
 
 def maskless(Tq: int, Tk: int, window: int | None, offset: int, right: int | None) -> str:
-    """The mask of kernels that take no tensor: "full", "causal" (of a square), or "", neither."""
+    """Return "full", "causal" (of a square), or "" for any other mask."""
     if sees_all(Tq, Tk, window, offset, right):
         return "full"
     square = Tq == Tk and offset == 0 and right == 0
@@ -57,12 +57,11 @@ def maskless(Tq: int, Tk: int, window: int | None, offset: int, right: int | Non
 
 # --- any shape, any stride ---
 
-Parts = tuple[Tensor, ...]  # out, and with `lse` the log-sum-exp
+Parts = tuple[Tensor, ...]  # out, and any log-sum-exp
 
 
 def for_any_shape(attend: Callable[..., R], lse: bool = False) -> Callable[..., R]:
-    """Make an attend() for 0 < Tq <= Tk take any lengths and strides; with `lse` it also returns
-    the log-sum-exp (B, H, Tq)."""
+    """Extend an attend() for 0 < Tq <= Tk to any lengths and strides; `lse`: it also returns L."""
 
     @wraps(attend)
     def wrapped(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **options: Any) -> Any:
@@ -85,8 +84,7 @@ def for_any_shape(attend: Callable[..., R], lse: bool = False) -> Callable[..., 
 
 def queries_before_keys(attend: Callable[..., Parts], q: Tensor, k: Tensor, v: Tensor, spec: Spec,
                         options: dict[str, Any]) -> Parts:
-    """Two calls: the first Tq - Tk queries come before every key and see the first `right` keys,
-    none with segments; the rest are as many as the keys."""
+    """Two calls: the Tq - Tk queries before every key see `right` keys, none with segments."""
     n, Tk = q.shape[1] - k.shape[1], k.shape[1]
     n_seen = Tk if spec.right is None else min(spec.right, Tk)
     if options.get("segments") is not None:
@@ -102,9 +100,8 @@ def queries_before_keys(attend: Callable[..., Parts], q: Tensor, k: Tensor, v: T
 
 def early_by_alibi(attend: Callable[..., Parts], q: Tensor, k: Tensor, v: Tensor, spec: Spec,
                    options: dict[str, Any]) -> Parts:
-    """Those early queries with ALiBi. The last of them see all keys. The scores of the others, -m *
-    (j - p), are those of causal attention with slopes -m, but for m * right, which the sinks lack
-    there."""
+    """Early queries with ALiBi. The last see all keys. The others' scores, -m * (j - p), are those
+    of causal attention with slopes -m, but for m * right: added to the sinks, taken from L."""
     slopes, sinks = options["alibi_slopes"], options.get("sinks")
     if sinks is not None and slopes.dim() == 2:  # other sinks in each row
         rows = (early_by_alibi(attend, q[b : b + 1], k[b : b + 1], v[b : b + 1], spec,
@@ -139,14 +136,13 @@ def nothing(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, lse: bool) ->
 
 
 def loadable(t: Tensor) -> Tensor:
-    """t, copied unless rows are contiguous and on CUDA aligned: fused kernels load 16 bytes at
-    once, unchecked, which gives wrong numbers or "misaligned address"."""
-    if t.stride(-1) != 1:  # contiguous() would leave the stride of a single number
+    """Copy unless rows are contiguous and aligned: fused CUDA kernels load 16 bytes, unchecked."""
+    if t.stride(-1) != 1:  # contiguous() keeps the stride of a single number
         return t.clone(memory_format=torch.contiguous_format)
     n = 16 // t.element_size()
     if not t.is_cuda or t.shape[-1] % n:
         return t
-    # In a trace, and of functorch's and fake tensors, there is no address.
+    # Traced, functorch's and fake tensors have no address.
     traced = torch.compiler.is_compiling() or type(t) not in (Tensor, Parameter)
     if traced or torch._C._functorch.is_functorch_wrapped_tensor(t):
         aside = t.storage_offset() % n
@@ -161,14 +157,14 @@ def loadable(t: Tensor) -> Tensor:
 
 
 def symbolic(t: Tensor) -> bool:
-    """True if t has no values: in a trace, among fake tensors, or a meta tensor."""
+    """True if t has no values."""
     return (torch.compiler.is_compiling() or t.is_meta or isinstance(t, FakeTensor)
             or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None)
 
 
 def kept(make: Callable[..., R]) -> Callable[..., R]:
-    """Cache make(t, *args), which must not refer to t, until the arguments or t's values change
-    (off the CPU its version: a write through .data is not seen)."""
+    """Cache make(t, *args), which must not refer to t, until args or t's values change (off the CPU
+    its version: not a write through .data)."""
     known = WeakTensorKeyDictionary()
 
     @wraps(make)
@@ -181,10 +177,10 @@ def kept(make: Callable[..., R]) -> Callable[..., R]:
         if same:
             same = torch.equal(found[1], t) if on_host else found[1] == t._version
         if not same:
-            with torch.inference_mode(False):  # else it could not be used in training
+            with torch.inference_mode(False):  # else unusable in training
                 state = t.detach().clone() if on_host else t._version
                 found = known[t] = args, state, make(t, *args)
-        return found[2]  # not read again: another thread can replace it
+        return found[2]  # another thread may replace it in `known`
 
     return call
 
@@ -196,7 +192,7 @@ def begins(segments: Tensor) -> Tensor:
 
 @kept
 def in_pieces(segments: Tensor) -> bool:
-    """True if an id of segments (B, Tk) comes again after others; on a device it is not read."""
+    """True if an id (B, Tk) comes again after others; checked on the CPU only."""
     if segments.device.type != "cpu" or symbolic(segments):
         return False
     return bool(begins(segments).sum() != begins(segments.sort(dim=1).values).sum())
@@ -204,18 +200,18 @@ def in_pieces(segments: Tensor) -> bool:
 
 @kept
 def borders(segments: Tensor) -> list[list[int]]:
-    """Where the segments of each row of (B, T) begin. The host waits for the device."""
+    """Starts of segments in each row of (B, T). The host waits for the device."""
     return [row.nonzero().flatten().tolist() for row in begins(segments).cpu()]
 
 
 class Runs(NamedTuple):
-    """Segments that hold queries, as varlen functions take them."""
+    """Segments that hold queries, for varlen functions."""
 
-    cu_q: Tensor  # (runs + 1,) int32: where the queries of each begin, and the end
-    cu_k: Tensor  # the same for its keys
+    cu_q: Tensor  # (runs + 1,) int32: starts, and the end
+    cu_k: Tensor  # of the keys
     max_q: int
     max_k: int
-    keys: Tensor | None  # indices of their keys among the B * Tk; None: all
+    keys: Tensor | None  # indices among the B * Tk keys; None: all
 
     @property
     def ends(self) -> tuple[Tensor, Tensor, int, int]:
@@ -229,7 +225,7 @@ class Runs(NamedTuple):
 
 @kept
 def runs(segments: Tensor, Tq: int) -> Runs:
-    """The runs of `segments` (B, Tk) that hold the last Tq positions."""
+    """Runs of segments (B, Tk) that hold the last Tq positions."""
     B, Tk = segments.shape
     cu_k = F.pad(begins(segments).flatten().nonzero().flatten(), (0, 1), value=B * Tk)
     row, j = cu_k // Tk, cu_k % Tk
@@ -251,21 +247,19 @@ def runs(segments: Tensor, Tq: int) -> Runs:
 
 @dataclass(frozen=True)
 class StaticView:
-    """View of a static cache, whose k and v are buffers (B, length, Hkv, D). Token i of row b in
-    this call is at ``start[b] + i``; from ``count[b]`` on tokens are padding, whose outputs are
-    finite but meaningless."""
+    """A static cache: k and v are buffers (B, length, Hkv, D). Token i of row b in this call is at
+    ``start[b] + i``; from ``count[b]`` on tokens are padding, with finite, meaningless outputs."""
 
-    start: Tensor  # (B,) int32, tokens of each row before this call
+    start: Tensor  # (B,) int32, tokens before this call
     count: Tensor  # (B,) int32, in this call, 0 .. Tq
     length: int  # positions that are read
     kind: ClassVar[str] = "static"  # Spec.cache
 
     def seen(self, Tq: int, window: int | None, right: int | None = 0) -> Tensor:
-        """The mask of this call's queries, bool (B, 1, Tq, length)."""
+        """The mask, bool (B, 1, Tq, length)."""
         i = torch.arange(Tq, device=self.start.device)
         j = torch.arange(self.length, device=self.start.device)
-        # Padding past the positions that are read sees what the last of them sees.
-        last: Numbers = self.length - 1
+        last: Numbers = self.length - 1  # padding past `length` sees as its last position
         if right != 0:
             last = (self.start + self.count).clamp(1, self.length)[:, None, None, None] - 1
         at = (self.start[:, None, None, None] + i[:, None]).clamp(max=last)
@@ -279,10 +273,10 @@ class StaticView:
 
 @dataclass(frozen=True)
 class PagedView:
-    """View of a paged cache, whose k and v are pages (n_pages, page_size, Hkv, D): the j-th token
-    of row b is ``k[page_table[b, j // page_size], j % page_size]``. Else as StaticView."""
+    """A paged cache: k and v are pages (n_pages, page_size, Hkv, D); the j-th token of row b is
+    ``k[page_table[b, j // page_size], j % page_size]``. Else as StaticView."""
 
-    page_table: Tensor  # (B, max_pages) int32, 0, the null page, where there is none
+    page_table: Tensor  # (B, max_pages) int32; 0 is the null page
     start: Tensor  # (B,) int32
     count: Tensor  # (B,) int32
     kind: ClassVar[str] = "paged"  # Spec.cache
@@ -292,7 +286,7 @@ MakeView = Callable[[Numbers, Numbers], StaticView | PagedView | None]
 
 
 def filled_cache(k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor, MakeView]:
-    """k and v, (B, T, Hkv, D), in the cache of `spec`, and its view(start, count)."""
+    """k and v (B, T, Hkv, D) in the cache of `spec`, and view(start, count)."""
     B, T = k.shape[:2]
 
     def view(*rows: Numbers) -> StaticView | PagedView | None:
@@ -317,18 +311,16 @@ def filled_cache(k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor, Make
 
 @dataclass(frozen=True, eq=False)
 class Mods:
-    """The functions of a file that mods.py reads, of indices that broadcast."""
-
     mask_mod: Callable[..., Tensor]
     score_mod: Callable[..., Tensor] | None = None
 
     def seen(self, B: int, H: int, i: Tensor, Tk: int) -> Tensor:
-        """The mask, bool (B, H, len(i), Tk), of queries at the positions i."""
+        """The mask, bool (B, H, len(i), Tk), for positions i."""
         seen = self.mask_mod(*indices(B, H, i, Tk))
         return torch.as_tensor(seen, device=i.device).bool().expand(B, H, len(i), Tk)
 
     def scored(self, scores: Tensor, H: int, i: Tensor) -> Tensor:
-        """The scores (B, Hkv, H / Hkv * len(i), Tk) after score_mod."""
+        """Scores (B, Hkv, H / Hkv * len(i), Tk) after score_mod."""
         if self.score_mod is None:
             return scores
         B, Tk = len(scores), scores.shape[-1]
@@ -337,7 +329,6 @@ class Mods:
         return moved.expand_as(by_head).reshape(scores.shape)
 
     def mean_keys(self, T: int, H: int, device: str | torch.device = "cpu") -> float:
-        """Keys that a query sees, the mean over T queries of H heads in one sequence."""
         rows = torch.arange(T, device=device).split(128)
         return sum(int(self.seen(1, H, i, T).sum()) for i in rows) / (H * T)
 

@@ -1,11 +1,10 @@
-"""flex:FILE.py: flex with a person's own mask, from a file that defines functions of PyTorch's
-flex_attention (docs/KERNEL.md):
+"""flex:FILE.py: flex with a mask from a file that defines functions of PyTorch's flex_attention
+(docs/KERNEL.md):
 
     def mask_mod(b, h, q_idx, kv_idx):           instead of visible(); q_idx is among the keys
     def score_mod(score, b, h, q_idx, kv_idx):   optional: changes the scaled score, before the mask
 
-The mask's tiles are listed once a shape: O(B * H * Tq * Tk) work, O(B * H * 128 * Tk) memory.
-"""
+Tiles are listed once a shape: O(B * H * Tq * Tk) work, O(B * H * 128 * Tk) memory."""
 
 from __future__ import annotations
 
@@ -26,20 +25,20 @@ PREFIX = "flex:"
 
 
 @lru_cache(maxsize=16)
-@torch.inference_mode(False)  # tensors made in it cannot be used in training
+@torch.inference_mode(False)  # its tensors cannot be used in training
 def block_mask(mods: Mods, B: int, H: int, Tq: int, Tk: int,
                device: torch.device) -> tuple[flex.BlockMask, flex.Mod | None]:
-    """The BlockMask of mask_mod, and score_mod, for the last Tq of Tk positions."""
+    """mask_mod as a BlockMask, and score_mod, for the last Tq of Tk positions."""
     if Tq > Tk:
         raise ValueError(f"a mask of one's own needs at least as many keys as queries: {Tq} > {Tk}")
     some, every = [], []
-    rest = -Tk % flex.TILE  # keys that the last tile lacks
+    rest = -Tk % flex.TILE  # missing keys of the last tile
     for i in torch.arange(Tk - Tq, Tk, device=device).split(flex.TILE):
         seen = mods.seen(B, H, i, Tk)
         some.append(F.pad(seen.any(2), (0, rest)).unflatten(2, (-1, flex.TILE)).any(3))
         every.append(F.pad(seen.all(2), (0, rest), value=True).unflatten(2, (-1, flex.TILE)).all(3))
     mods.scored(torch.zeros(1, H, 1, Tk, device=device), H, i[:1])  # raises here, not in the truth
-    # As a tensor: a number would be a constant of the compiled kernel.
+    # A number would be a constant of the compiled kernel.
     shift = torch.full((), Tk - Tq, device=device)
     mask_of, score_of = mods.mask_mod, mods.score_mod
     mask = flex.listed(torch.stack(some, dim=2), torch.stack(every, dim=2), (Tq, Tk), flex.TILE,
@@ -48,7 +47,6 @@ def block_mask(mods: Mods, B: int, H: int, Tq: int, Tk: int,
 
 
 def backend_of(module: ModuleType, path: str) -> Backend:
-    """flex with the functions of a module."""
     mods = Mods(module.mask_mod, getattr(module, "score_mod", None))
     attend = partial(flex.attend, own_mask=partial(block_mask, mods))
     rows = dict.fromkeys(

@@ -1,6 +1,5 @@
-"""Backends by name: BACKENDS, what is registered, and other people's code (docs/KERNEL.md), which
-runs once a process, if the user names it; a name read from a checkpoint or a record runs nothing.
-"""
+"""Backends by name: BACKENDS, registered ones, and other people's code (docs/KERNEL.md), which runs
+once a process if the user names it, never for a name in a checkpoint or record."""
 
 from __future__ import annotations
 
@@ -20,13 +19,12 @@ from .machine.system import KERNEL_ERRORS, first_line
 from .spec import Machine, Spec
 from .triton_flash import TILED, TMA
 
-# A new kernel is imported above and listed here.
-BACKENDS: dict[str, Backend] = {b.name: b for b in (
+BACKENDS: dict[str, Backend] = {b.name: b for b in (  # new kernels are listed here
     manual.BACKEND, tiled.BACKEND, sdpa.BACKEND, sdpa.FLASH, sdpa.EFFICIENT, sdpa.CUDNN, sdpa.MATH,
     sdpa_bmm.BACKEND, flex.BACKEND, flex.FLASH, triton_flash.BACKEND, flash.V2, flash.V3, flash.V4,
     paged.BACKEND)}
-RULES = ("auto", "fastest")  # by select.PREFERENCE, by timing (plan.py)
-ENTRY_POINTS = "nanoattn.backends"  # the group
+RULES = ("auto", "fastest")  # select.PREFERENCE; timing (plan.py)
+ENTRY_POINTS = "nanoattn.backends"
 _BY_ANY_NAME = {n: b for b in (*BACKENDS.values(), *TILED, TMA) for n in (b.name, *b.aliases)}
 _BUILT_IN = frozenset(_BY_ANY_NAME)
 
@@ -36,7 +34,7 @@ def is_path(name: str) -> bool:
 
 
 def is_code(name: str) -> bool:
-    """True if get(name) runs other people's code, which is not registered. Runs nothing."""
+    """True if get(name) runs other people's code. Runs nothing."""
     if name in RULES or name in _BY_ANY_NAME:
         return False
     return is_path(name) or ":" in name or name in entry_points()
@@ -48,14 +46,14 @@ def is_backend(name: str) -> bool:
 
 
 def entry_points() -> dict[str, str]:
-    """Of installed packages, "package.module:BACKEND" by name. Imports none."""
+    """Values "package.module:BACKEND" by name, of installed packages."""
     found = metadata.entry_points(group=ENTRY_POINTS)
     return {e.name: e.value for e in found if e.name not in _BY_ANY_NAME}
 
 
 def get(name: str) -> Backend:
-    """The backend of a name or alias. A file or a module is run. Raises ValueError: unknown name.
-    BackendUnavailable: it has no valid backend."""
+    """Return or load a backend. Raises ValueError: unknown name; BackendUnavailable: invalid
+    code."""
     if name in _BY_ANY_NAME:
         return _BY_ANY_NAME[name]
     if name.startswith(hub.PREFIX):
@@ -71,13 +69,13 @@ def get(name: str) -> Backend:
 
 
 def timed(spec: Spec, machine: Machine) -> list[str]:
-    """What "fastest" measures: to train, triton with other tiles, too, where it runs."""
+    """Candidates for "fastest"; training also times triton with other tiles."""
     others = (b for b in TILED if spec.grad and not b.why_not(spec, machine))
     return [*BACKENDS, *(b.name for b in others)]
 
 
 def check_name(name: str) -> None:
-    """Raise ValueError if the name is unknown. Runs nothing."""
+    """Raise ValueError: unknown name. Runs nothing."""
     if not isinstance(name, str):
         raise ValueError(f"a backend has a name or a path, got {name!r}")
     if name.startswith(hub.PREFIX) or not (name in RULES or is_code(name)):
@@ -85,8 +83,7 @@ def check_name(name: str) -> None:
 
 
 def register(backend: Backend) -> Backend:
-    """Give a backend its name and aliases in this process, and return it; "fastest", the bench and
-    `python -m attention` then try it too. Raises ValueError: it cannot have them."""
+    """Add a backend, also for "fastest" and the tables. Raises ValueError: a bad or taken name."""
     names = backend.name, *backend.aliases
     if backend.mods or any(is_path(name) or ":" in name for name in names):
         raise ValueError(f"{names} look like a path or a module, or have a mask of their own")
@@ -97,7 +94,6 @@ def register(backend: Backend) -> Backend:
 
 
 def valid(backend: object, taken: Iterable[str]) -> Backend:
-    """A backend of another's code. Raises TypeError, ValueError: it cannot be one."""
     if not isinstance(backend, Backend):
         raise TypeError(f"expected BACKEND = Backend(...), got {backend!r}")
     if names := {backend.name, *backend.aliases} & {*taken, *RULES}:
@@ -129,10 +125,9 @@ def load(name: str) -> Backend:
 
 
 def run(path: str, wanted: str) -> object:
-    """The backend of a file that defines BACKEND or mask_mod."""
     if not os.path.isfile(path):
         raise FileNotFoundError("no such file")
-    # In sys.modules: dataclasses, Triton and torch.compile look there.
+    # Dataclasses, Triton and torch.compile look in sys.modules.
     title = f"nanoattn_kernel_{load.cache_info().misses}"
     spec = spec_from_file_location(title, path, loader=SourceFileLoader(title, path))
     assert spec and spec.loader
@@ -144,7 +139,6 @@ def run(path: str, wanted: str) -> object:
 
 
 def packages(*names: str) -> tuple[str, ...]:
-    """The import names of all packages that the backends need, and other people's `names`."""
     backends = [*BACKENDS.values(), *(get(name) for name in names if is_code(name))]
     backends = [b for own in backends for b in (own, own.prebuilt) if b]
     return tuple(dict.fromkeys(package for b in backends for package in b.packages))

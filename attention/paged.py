@@ -2,13 +2,10 @@
 
     j-th key of row b = k_pages[page_table[b, j // page_size], j % page_size]
 
-decode: one query a row on CUDA (triton/paged_kernels.py). gather: else the tokens are copied, for
-PyTorch's SDPA, or with softcap, sinks or ALiBi the formula of manual.py.
+One query a row on CUDA: triton/paged_kernels.py. Else gather() copies the tokens, for PyTorch's
+SDPA, or with softcap, sinks or ALiBi the formula of manual.py.
 
-Layout  (B, Hkv, H/Hkv, T, D) inside; pages (n_pages, page_size, Hkv, D).
-Refuses calls without such a cache (training falls back), segments and dropout.
-Source  Kwon et al. 2023 (arXiv 2309.06180).
-"""
+Source  Kwon et al. 2023 (arXiv 2309.06180)."""
 
 from __future__ import annotations
 
@@ -26,15 +23,14 @@ from .masks import PagedView, StaticView, alibi, for_any_shape
 from .spec import Spec, visible
 
 KERNELS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # cuDNN plans each new length
-BLOCK = 256  # queries that gather() takes at a time
+BLOCK = 256  # queries in gather()
 
 
 @for_any_shape
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: None = None,
            cache: PagedView | StaticView | None = None, sinks: Tensor | None = None,
            alibi_slopes: Tensor | None = None) -> Tensor:
-    """Attend to the tokens in the pages or buffers k and v. Queries from cache.count on are
-    padding."""
+    """Attend to pages or buffers k and v. Queries from cache.count on are padding."""
     assert cache is not None, "paged reads a cache"
     cache = cache.as_pages() if isinstance(cache, StaticView) else cache
     if q.shape[1] == 1 and q.is_cuda and _has_kernel(q.dtype, spec.head_dim):
@@ -47,7 +43,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: None = None
     outs, end = [], cache.start + cache.count
     for a in range(0, q.shape[1], BLOCK):
         start = cache.start + cache.count.clamp(max=a)
-        # Queries of later blocks are keys of this one.
+        # Later queries are keys of this block.
         ahead = q.shape[1] if spec.right is None else spec.right
         part = PagedView(cache.page_table, start, (end - start).clamp(max=BLOCK + ahead))
         outs.append(gather(q[:, a : a + BLOCK], k, v, spec, part, sinks, alibi_slopes))
@@ -56,8 +52,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: None = None
 
 def gather(q: Tensor, k_pages: Tensor, v_pages: Tensor, spec: Spec, cache: PagedView,
            sinks: Tensor | None = None, alibi_slopes: Tensor | None = None) -> Tensor:
-    """Attention of q (B, Tq, H, D) to copies of the tokens that it sees. A row's tokens end at
-    cache.start + cache.count, which may be past the queries."""
+    """Attend with q (B, Tq, H, D) to copies of its tokens, up to cache.start + cache.count."""
     (_, Tq, H, _), (_, size, Hkv, _) = q.shape, k_pages.shape
     i = torch.arange(Tq, device=q.device)
     j = torch.arange(cache.page_table.shape[1] * size, device=q.device)[None]
@@ -67,10 +62,10 @@ def gather(q: Tensor, k_pages: Tensor, v_pages: Tensor, spec: Spec, cache: Paged
         j = first + j[:, : spec.window + Tq - 1 + ahead]
     end = (cache.start + cache.count)[:, None]
     last = (end - 1).clamp(min=0)
-    at = torch.minimum(j, last)  # 0 * NaN, of another sequence's slot, is NaN
+    at = torch.minimum(j, last)  # 0 * NaN, of a foreign slot, is NaN
     slot = cache.page_table.gather(1, (at // size).long()) * size + at % size
     k, v = (_take(pages, slot) for pages in (k_pages, v_pages))
-    at = torch.minimum(cache.start[:, None] + i, last)  # padding sees what the last query sees
+    at = torch.minimum(cache.start[:, None] + i, last)  # padding sees as the last query
     seen = visible(at[:, :, None], j[:, None], 0, spec.window, right=spec.right)  # (B, Tq, Tk)
     if spec.right != 0:
         seen &= j[:, None] <= last[:, :, None]
@@ -84,7 +79,7 @@ def gather(q: Tensor, k_pages: Tensor, v_pages: Tensor, spec: Spec, cache: Paged
     run = _sdpa if bare and q.device.type != "mps" else _formula
     out = run(q_BGRTD, k.transpose(1, 2), v.transpose(1, 2), seen, spec, sinks, bias)
     out = out.flatten(1, 2).transpose(1, 2)
-    return out.masked_fill((end == 0)[:, :, None, None], 0.0)  # a row without tokens
+    return out.masked_fill((end == 0)[:, :, None, None], 0.0)
 
 
 def _take(pages: Tensor, slot: Tensor) -> Tensor:
@@ -94,7 +89,7 @@ def _take(pages: Tensor, slot: Tensor) -> Tensor:
 
 def _formula(q_BGRTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, seen: Tensor, spec: Spec,
              sinks: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Masked by `seen` (B, Tq, Tk): (B, Hkv, H/Hkv, Tq, D)."""
+    """(B, Hkv, H/Hkv, Tq, D), masked by `seen` (B, Tq, Tk)."""
     if q_BGRTD.dtype == torch.float16:  # as in manual.py
         q_BGRTD, k_BGTD = q_BGRTD.float(), k_BGTD.float()
     k_BG1DT = k_BGTD.transpose(2, 3).unsqueeze(2)
@@ -112,7 +107,6 @@ def _formula(q_BGRTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, seen: Tensor, spec
 
 def _sdpa(q_BGRTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, seen: Tensor, spec: Spec,
           *_: object) -> Tensor:
-    """The query heads of a key/value head are rows."""
     R, Tq = q_BGRTD.shape[2:4]
     mask = seen[:, None, None].expand(-1, -1, R, -1, -1).flatten(2, 3)  # (B, 1, R * Tq, Tk)
     call = q_BGRTD.flatten(2, 3), k_BGTD, v_BGTD, mask
@@ -122,13 +116,12 @@ def _sdpa(q_BGRTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, seen: Tensor, spec: S
 
 
 def _has_kernel(dtype: torch.dtype, head_dim: int) -> bool:
-    least = (8, 0) if dtype == torch.bfloat16 else (7, 5)  # what Triton compiles for
+    least = (8, 0) if dtype == torch.bfloat16 else (7, 5)
     return dtype != torch.float64 and head_dim <= 256 and _triton_capability() >= least
 
 
-@outside_a_trace  # no arguments: torch 2.13 cannot pass a Spec's integers
+@outside_a_trace  # torch 2.13 cannot pass a Spec's integers
 def _triton_capability() -> tuple[int, int]:
-    """(0, 0) without Triton."""
     from importlib.util import find_spec
 
     return (0, 0) if find_spec("triton") is None else torch.cuda.get_device_capability(None)
@@ -136,7 +129,7 @@ def _triton_capability() -> tuple[int, int]:
 
 _PAGED = Caps(right=True, dropout=False, segments=False, scale=True, softcap=True, sinks=True,
               alibi=True, grad=False, caches=("paged",))
-# On CUDA decode only: gather() would copy the whole cache.
+# On CUDA decode only: gather() copies the whole cache.
 _STATIC = replace(_PAGED, devices=("cuda",), dtypes=("float16", "bfloat16", "float32"),
                   min_capability=(8, 0), head_dim_max=256, caches=("static",), packages=("triton",))
 BACKEND = Backend(

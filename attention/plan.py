@@ -1,8 +1,7 @@
-"""Plans: the kernel of each call, chosen before it is called, once for a kind of calls (Spec.kind),
-a device, and deterministic algorithms or not (docs/DESIGN.md, docs/ATTENTION.md).
+"""Plans: the kernel for each kind of calls (Spec.kind), device, and deterministic algorithms or not
+(docs/DESIGN.md, docs/ATTENTION.md).
 
-Eager, a new kind is proved; while torch.compile traces, resolve() or the stored `fastest` decides.
-"""
+Eager, a new kind is proved; in a trace resolve() or the stored `fastest` decides."""
 
 from __future__ import annotations
 
@@ -32,12 +31,12 @@ from .spec import Machine, Policy, Spec
 
 log = logging.getLogger("nanoattn")
 
-PROBE_LEN = 2**14  # tokens at most in a probe
-MARGIN = 0.02  # by which auto's choice must be beaten
+PROBE_LEN = 2**14  # tokens in a probe
+MARGIN = 0.02  # over auto's choice
 
 
 class Phase(NamedTuple):
-    """One kind of forward pass of a model; the fields are those of Spec and Machine."""
+    """One kind of forward pass, as in Spec and Machine."""
 
     device: str
     dtype: str
@@ -52,7 +51,7 @@ class Phase(NamedTuple):
 
     @classmethod
     def now(cls, weight: Tensor, training: bool, segments: bool, cache: Any, ring: bool) -> Phase:
-        """The phase of a call that begins now; `cache` is a step of inference/cache.py or None."""
+        """The phase of a call; `cache`: a step of inference/cache.py or None."""
         dtype = str(autocast_dtype(weight.device.type) or weight.dtype).removeprefix("torch.")
         kind, page_size = ("none", None) if cache is None else (cache.kind, cache.page_size)
         return cls(
@@ -68,8 +67,6 @@ class Phase(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What a layer calls: attend(q, k, v, spec, ...), unchecked."""
-
     attend: Callable[..., Tensor]
     spec: Spec
     chosen: Resolution
@@ -84,14 +81,12 @@ Key = tuple[str, str, bool]  # Spec.kind, device, deterministic algorithms
 
 
 class Plans:
-    """The plans of one backend name; copies and pickles are empty. `specs` gives the Specs of a
-    model's layers in a phase, `length` its tokens in a sequence."""
+    """Plans of one backend; copies and pickles are empty. `specs`: of the layers in a phase."""
 
     def __init__(self, name: str, policy: Policy = Policy(),
                  specs: Callable[..., Sequence[Spec]] | None = None, length: int = 0) -> None:
         self.name, self.policy, self.specs, self.length = name, policy, specs, length
-        # By Key, Phase, or a traced call: plain tuples (docs/DESIGN.md).
-        self.known: dict[Hashable, Plan] = {}
+        self.known: dict[Hashable, Plan] = {}  # by Key, Phase, or traced call: plain tuples
         self.refused: dict[Key, Failed] = {}  # by proofs
 
     def __reduce__(self) -> tuple[type[Plans], tuple[object, ...]]:
@@ -101,8 +96,7 @@ class Plans:
 
     def choose(self, spec: Spec, device: str, shape: Shape, label: str = "",
                ranks: Ranks | None = None) -> Resolution:
-        """The kernel of a call of this shape, chosen now and announced if its kind is new or longer
-        than it was proved; all `ranks` choose now. Raises BackendUnavailable."""
+        """The proved kernel, chosen and announced if the kind is new. Raises BackendUnavailable."""
         key = spec.kind, device, torch.are_deterministic_algorithms_enabled()
         return self._proved(key, shape, ranks) or apart(
             device, partial(self._prove, key, spec, device, shape, label, ranks))
@@ -117,8 +111,8 @@ class Plans:
     def _prove(self, key: Key, spec: Spec, device: str, shape: Shape, label: str,
                ranks: Ranks | None) -> Resolution:
         if chosen := self._proved(key, shape, ranks):
-            return chosen  # another thread was quicker
-        self.known.pop(key, None)  # if this raises, what was traced must not go on
+            return chosen
+        self.known.pop(key, None)  # stops traced code if this raises
         if self.name == "fastest":
             chosen = fastest(spec, device, shape, self.policy, ranks)
         else:
@@ -131,13 +125,12 @@ class Plans:
 
     @outside_a_trace
     def choose_in_trace(self, device: str, deterministic: bool, *fields: Any) -> None:
-        """Choose for Spec(*fields) while torch.compile traces."""
         spec = Spec(*fields)
         call = device, deterministic, *fields
         self.known[call] = (Call.of(spec, self._traced(spec, device)),)
 
     def _traced(self, spec: Spec, device: str) -> Resolution:
-        """Nothing runs, so nothing waits for the tracer."""
+        """Choose without a run, which would wait for the tracer."""
         on = device, torch.are_deterministic_algorithms_enabled()
         key, eager = (spec.kind, *on), (replace(spec, compiled=False).kind, *on)
         if key not in self.known:
@@ -166,12 +159,12 @@ class Plans:
             self.known[phase] = self._layers(phase, lambda spec: self._traced(spec, phase.device))
 
     def plan(self, phase: Phase, B: int = 1, ranks: Ranks | None = None) -> Plan:
-        """Choose the kernels of a phase, and announce them; B sequences at a time."""
+        """Choose and announce the kernels of a phase, for B sequences at a time."""
         # With a cache nearly all calls decode.
         T, cached = min(self.length, PROBE_LEN), phase.cache != "none"
         label = f" with the {phase.cache} cache" if cached else " without gradients"
         shape = B, 1 if cached else T, T
-        self.known.pop(phase, None)  # a compiled model that has it compiles again
+        self.known.pop(phase, None)  # its compiled model compiles again
         self.refused.clear()
         self.known[phase] = self._layers(
             phase, lambda spec: self.choose(spec, phase.device, shape, label, ranks))
@@ -189,11 +182,11 @@ class Plans:
 
 def fastest(spec: Spec, device: str | torch.device, shape: Shape, policy: Policy = Policy(),
             ranks: Ranks | None = None) -> Resolution:
-    """The fastest backend here, remembered or measured by rank 0 for all that call this, at (B, T,
-    T) in training, (B, 1, T) for decoding. Raises BackendUnavailable: "auto" finds none."""
+    """The fastest, remembered or measured by rank 0. Raises BackendUnavailable: "auto" finds
+    none."""
     name = "auto"
     if ranks is None or ranks.rank == 0:
-        with suppress(BackendUnavailable):  # then select() gives the reasons, on every rank
+        with suppress(BackendUnavailable):  # select() gives the reasons, on every rank
             name = apart(device, partial(find_fastest, spec, device, shape, policy))
     name = gather(ranks, name)[0]
     chosen = select(name, spec, device, policy, shape=shape, ranks=ranks)
@@ -201,12 +194,12 @@ def fastest(spec: Spec, device: str | torch.device, shape: Shape, policy: Policy
 
 
 def memory() -> Path:
-    """The file of remembered names. Raises OSError: the user has no home folder."""
+    """The file of remembered names. Raises OSError: no home folder."""
     if own := os.environ.get("NANOATTN_CACHE"):
         return Path(own) / "fastest.json"
     try:
         caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError as e:  # a user without a name, as in containers
+    except RuntimeError as e:  # no user name, as in containers
         raise OSError(f"{e}; set NANOATTN_CACHE to a folder that can be written") from None
     return caches / "nanoattn" / "fastest.json"
 
@@ -235,11 +228,11 @@ def memory_key(spec: Spec, machine: Machine) -> str:
 
 
 def find_fastest(spec: Spec, device: str | torch.device, shape: Shape, policy: Policy) -> str:
-    """Auto's choice, if no other is faster by MARGIN."""
+    """The fastest by MARGIN, else auto's choice."""
     machine = Machine.here(str(device))
     key = memory_key(spec, machine) + repr((shape, policy))
     name = stored().get(key)
-    if isinstance(name, str) and name in timed(spec, machine):  # a file is never run from here
+    if isinstance(name, str) and name in timed(spec, machine):  # runs no file
         try:
             select(name, spec, device, replace(policy, fallback=False), shape=shape)
             log.info(f"fastest: {name}, remembered; delete {memory()} to measure again")

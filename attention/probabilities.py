@@ -1,6 +1,5 @@
-"""Attention probabilities next to a fused kernel, which never stores them: with L, the log-sum-exp
-of each row's scores S, P_ij = exp(S_ij - L_i) (Dao et al. 2022, arXiv 2205.14135, section 3.1).
-"""
+"""Attention probabilities, which a fused kernel never stores: with L, the log-sum-exp of each row's
+scores S, P_ij = exp(S_ij - L_i) (Dao et al. 2022, arXiv 2205.14135, section 3.1)."""
 
 from __future__ import annotations
 
@@ -21,17 +20,16 @@ def weights(
     alibi_slopes: Tensor | None = None,
 ) -> Tensor:
     """Exact probabilities of the queries `rows`, (B, H, rows, Tk) float32 (float64 for float64),
-    without dropout. A query that sees no key has zeros; with sinks a row's sum is less than 1.
+    without dropout. Fully masked rows are zeros; with sinks a row's sum is less than 1.
 
     Args:
         q, k, segments, sinks, alibi_slopes: as in attend().
         rows: indices into Tq, as in q[:, rows]; None: all. Only these are stored.
-        L: (B, H, Tq) of flash_attn_func(..., return_attn_probs=True) or Backend.partial, which
-            contains sinks. Then the result has no gradient. None: computed here.
+        L: (B, H, Tq) of flash_attn_func(..., return_attn_probs=True) or Backend.partial, sinks
+            included: the result has no gradient. None: computed here.
 
     Raises:
-        ValueError: tensors contradict the Spec or one another. IndexError: no such row.
-    """
+        ValueError: tensors contradict the Spec or one another. IndexError: no such row."""
     (B, Tq, H, _), (Tk, Hkv) = q.shape, k.shape[1:3]
     check_call(q, k, k, spec, segments, None, sinks, alibi_slopes)
     if L is not None:
@@ -55,5 +53,5 @@ def weights(
             L_i = torch.logaddexp(L_i, sinks.to(acc)[:, None])
     else:
         S, L_i = S.detach(), L.detach()[:, :, at].to(acc)
-    # Where nothing is seen, both are -inf.
+    # Both are -inf in fully masked rows.
     return torch.exp(S - L_i.masked_fill(L_i.isneginf(), 0)[..., None])

@@ -1,4 +1,4 @@
-"""Proof that a kernel is right: runs of it against the truth (truth.py)."""
+"""Runs of a kernel against the truth (truth.py)."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from .spec import Spec
 from .truth import Deviation, Inputs, Result, errors, plain, truth, wrong
 
 BUFFERS = ("static", "paged")  # caches that a view reads
-SHORT = 64  # tokens in probe()
-LONG = 256  # keys; a longer call is probed at its own length too
-ROWS = 32  # queries of it that are compared
-LARGE = 32  # factor of q: exp() of scores overflows (NVIDIA/TransformerEngine issue 3216)
+SHORT = 64
+LONG = 256  # keys; longer calls are probed too
+ROWS = 32  # compared queries of a longer call
+LARGE = 32  # factor of q: exp() of scores overflows
 KERNELS = {  # of the profiler -> usual name
     "aten::_scaled_dot_product_flash_attention_for_cpu": "flash (CPU)",
     "aten::_scaled_dot_product_flash_attention": "flash",
@@ -38,17 +38,17 @@ KERNELS = {  # of the profiler -> usual name
     "nanoattn::paged_decode": "paged decode (Triton)",
 }
 PINNED = ("flash", "efficient", "cudnn", "math")  # the kernels that sdpa_* promise
-# Namespaces without another library's attention kernels.
+# Namespaces without attention kernels of other libraries.
 PLAIN = {"aten", "prims", "autograd", "c10d", "mkldnn", "inductor", "nanoattn"}
 # `error` and its limit `allowed`, relative to the largest true output; `grad_error`, `grad_allowed`
-# of the gradient closest to its limit, or None; `canary`: True if no earlier output moved.
+# of the gradient closest to its limit; `canary`: no earlier output moved.
 Proof = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Probe:
-    why: tuple[str, ...] = ()  # why it cannot be used; empty if it can
-    kernels: tuple[str, ...] = ()  # short names: "flash", "math"
+    why: tuple[str, ...] = ()  # empty if it can be used
+    kernels: tuple[str, ...] = ()  # "flash", "math"
     proof: Proof | None = None  # None: no results
 
     @property
@@ -57,16 +57,15 @@ class Probe:
 
 
 def probe(backend: Backend, spec: Spec, device: str | torch.device, T: int = SHORT) -> Probe:
-    """Run `backend` at batch 2 and length T, forward and, if `spec.grad`, backward: on ordinary and
-    on large scores, then with other numbers, since one plan serves a kind. A cache is read in
-    chunks, then one by one. No earlier output may move when a later token changes, but for a mask
-    of its own."""
+    """Run `backend` at batch 2 and length T, with any gradients: on ordinary and large scores, then
+    with other numbers, since one plan serves a kind; a cache in chunks, then by tokens. A later
+    token must not move earlier outputs, unless the mask is its own."""
     device, cached = torch.device(device), spec.cache in BUFFERS
     window, right = (n and min(n, T // 2) for n in (spec.window, spec.right))  # hide something
     spec = replace(spec, window=window, right=right, grad=spec.grad and not cached)
     shorter = T if spec.grad or cached or spec.lse else T // 3
     window, right = (n and (n + 1 if n < 5 else n // 2 + 2) for n in (window, right))
-    cap = spec.softcap  # a large one hardly moves ordinary scores
+    cap = spec.softcap  # a large one hardly matters
     other = replace(spec, window=window, right=right, scale=spec.scale and 0.75 * spec.scale,
                     softcap=cap and (1.5 * cap if cap < 4 else 2.0))
     draw = torch.Generator().manual_seed(0)
@@ -108,8 +107,7 @@ def probe(backend: Backend, spec: Spec, device: str | torch.device, T: int = SHO
 
 def probe_long(backend: Backend, spec: Spec, device: str | torch.device,
                shape: tuple[int, int, int]) -> tuple[str, ...]:
-    """The errors in one call of this shape, (B, Tq, Tk), of one sequence and one key/value head, in
-    at most ROWS queries and the gradients that flow from them: O(ROWS * Tk)."""
+    """Errors of one (B, Tq, Tk) call in at most ROWS queries and their gradients: O(ROWS * Tk)."""
     (_, Tq, Tk), cached = shape, spec.cache in BUFFERS
     Tq = min(Tq, ROWS) if cached else Tq
     spec = replace(spec, n_head=spec.n_head // spec.n_kv_head, n_kv_head=1, dropout=0.0,
@@ -125,12 +123,11 @@ def probe_long(backend: Backend, spec: Spec, device: str | torch.device,
 
 def trial(backend: Backend, spec: Spec, device: torch.device, shape: tuple[int, int, int],
           draw: torch.Generator, size: float = 1.0, rows: Tensor | None = None) -> list[Deviation]:
-    """The errors of a run of random inputs without dropout. With `rows` only these queries have a
-    gradient and are compared, and a cache is read once."""
+    """Errors without dropout. `rows`: only these queries have a gradient; a cache is read once."""
     given, spec = draw_inputs(spec, device, shape, draw, size), replace(spec, dropout=0.0)
     Tq, ends = shape[1], [] if rows is None else [[shape[1]]]
     if rows is None and spec.cache in BUFFERS and spec.right != 0:
-        # A chunk does not see later ones, as the truth does.
+        # A chunk sees no later one, unlike the truth.
         rows, ends = torch.arange(Tq // 2, Tq), [[Tq // 3, Tq // 2], [Tq, Tq]]
     rows = torch.arange(Tq, device=device) if rows is None else rows.to(device)
     hidden = torch.ones(Tq, dtype=torch.bool, device=device).index_fill(0, rows, False)
@@ -149,8 +146,7 @@ def trial(backend: Backend, spec: Spec, device: torch.device, shape: tuple[int, 
 
 def draw_inputs(spec: Spec, device: torch.device, shape: tuple[int, int, int],
                 draw: torch.Generator, size: float = 1.0) -> Inputs:
-    """Random inputs for (B, Tq, Tk): slices of one tensor, as in a model; `size` is a factor of q.
-    ALiBi's slopes are (B, H) if it is not 1, else (H,)."""
+    """Slices of one tensor; `size`: a factor of q. ALiBi's slopes: (H,) if it is 1, else (B, H)."""
     (B, Tq, Tk), dtype = shape, getattr(torch, spec.dtype)
     H, Hkv, D = spec.n_head, spec.n_kv_head, spec.head_dim
     qkv = torch.randn(B, max(Tq, Tk), (H + 2 * Hkv) * D, generator=draw, dtype=torch.float32)
@@ -178,8 +174,7 @@ class KernelFailed(RuntimeError):
 
 @contextmanager
 def attempt(backend: Backend, device: torch.device) -> Iterator[None]:
-    """Run a kernel with autograd, apart from the random state. Raises KernelFailed, or
-    DeviceLost."""
+    """Run with autograd and an own random state. Raises KernelFailed or DeviceLost."""
     cuda = [device] if device.type == "cuda" else []
     try:
         with torch.random.fork_rng(cuda), torch.enable_grad():
@@ -195,7 +190,7 @@ def attempt(backend: Backend, device: torch.device) -> Iterator[None]:
 
 
 def attend_of(backend: Backend, spec: Spec) -> Callable[..., Tensor]:
-    """What runs `spec`: for the log-sum-exp the partial, in parts where a ring can."""
+    """An attend() for `spec`: for the log-sum-exp the partial, in parts where a ring can."""
     if not spec.lse:
         return backend.compute
 
@@ -210,8 +205,7 @@ def attend_of(backend: Backend, spec: Spec) -> Callable[..., Tensor]:
 def run(attend: Callable[..., Tensor], given: Inputs, spec: Spec,
         wrt: Sequence[str] = ("q", "k", "v", "sinks"), times: int = 1,
         ends: Sequence[Sequence[int]] = ()) -> Result:
-    """The output, and with spec.grad the gradients of the inputs `wrt`, of the last of so many
-    backward passes; `ends` as in run_cached()."""
+    """Output, and gradients of `wrt` after `times` backward passes; `ends` as in run_cached()."""
     if spec.cache in BUFFERS:
         return run_cached(attend, given, spec, ends)
     leaves = {
@@ -234,8 +228,7 @@ def run(attend: Callable[..., Tensor], given: Inputs, spec: Spec,
 @torch.no_grad()
 def run_cached(attend: Callable[..., Tensor], given: Inputs, spec: Spec,
                ends: Sequence[Sequence[int]] = ()) -> Result:
-    """The output through a cache: calls with each row's next queries, up to `ends`; by default of
-    two rows two chunks, then single tokens."""
+    """Run each row's next queries up to `ends`; default: chunks, then single tokens."""
     (B, T), out, before = given.q.shape[:2], torch.empty_like(given.q), given.k.shape[1]
     k, v, view = filled_cache(given.k, given.v, spec)
     done: Sequence[int] = [0] * B
@@ -257,12 +250,12 @@ def must_be_like(out: object, q: Tensor) -> None:
 
 
 def leakage(attend: Callable[..., Tensor], given: Inputs, spec: Spec, ahead: int | None) -> float:
-    """The largest change of outputs more than `ahead` before the last token, when that changes."""
+    """Largest change of outputs more than `ahead` before a changed last token."""
     if ahead is None:
         return 0.0
     q, k, v = (torch.cat((t[:, :-1], 3 - t[:, -1:]), dim=1) for t in given[:3])
     moved = 0.0
-    for _ in range(3):  # a library may round differently once, under load
+    for _ in range(3):  # libraries may round differently under load
         before, after = (run(attend, x, spec).out for x in (given, given._replace(q=q, k=k, v=v)))
         moved = float((after.double() - before.double())[:, : -1 - ahead].abs().max())
         if moved == 0:
@@ -271,7 +264,6 @@ def leakage(attend: Callable[..., Tensor], given: Inputs, spec: Spec, ahead: int
 
 
 def kernels_of(events: Sequence[str]) -> tuple[str, ...]:
-    """Short names of the attention kernels among the profiler's events."""
     found = []
     for event in events:
         library, _, operator = event.partition("::")

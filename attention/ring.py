@@ -1,18 +1,16 @@
 """ring: attention over a sequence that N processes share (context parallelism). Course: page 10.
 
-The queries stay; the blocks of keys and values move around a ring. O_i is a row's normalized output
-over the keys seen so far, L_i the logsumexp of its scores. A block j adds O_ij and L_ij:
+The queries stay; blocks of keys and values move around a ring. O_i is a row's normalized output
+over the keys so far, L_i the logsumexp of its scores. A block j adds O_ij and L_ij:
 
     L_new = log(e^L_i + e^L_ij)
     O_i   = e^(L_i - L_new) O_i + e^(L_ij - L_new) O_ij
 
-Late queries see more keys, so process r holds chunks r and 2 N - 1 - r of 2 N (zigzag). After each
-step it sends its current K, V to r + 1; backward the sums dK, dV follow their block home.
+Late queries see more keys, so process r holds chunks r and 2 N - 1 - r of 2 N (zigzag). Each step
+sends K, V to r + 1; backward the sums dK, dV follow their block home.
 
 Memory  O(T / N): its own K and V, the current block and the incoming one.
-Refuses `right`, dropout, sinks and a cache. Under torch.compile each call is a graph break.
-Source  Liu et al. 2023 (arXiv 2310.01889); Brandon et al. 2023 (arXiv 2311.09431).
-"""
+Source  Liu et al. 2023 (arXiv 2310.01889); Brandon et al. 2023 (arXiv 2311.09431)."""
 
 from __future__ import annotations
 
@@ -31,11 +29,11 @@ from .masks import Pair
 from .spec import Spec
 from .tiled import wholly_masked
 
-Tile = tuple[slice, slice, int]  # queries, keys, the offset between them
+Tile = tuple[slice, slice, int]  # queries, keys, offset
 
 
 class Ring:
-    """The processes of a torch.distributed group that share each sequence; None: this one alone."""
+    """Processes of a torch.distributed group that share a sequence; None: this one."""
 
     def __init__(self, group: Any = None) -> None:
         self.group, self.rank, self.size = group, 0, 1
@@ -43,18 +41,17 @@ class Ring:
             self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def chunks(self, rank: int) -> tuple[int, int]:
-        """The two of 2 N chunks that a process holds."""
         return rank, 2 * self.size - 1 - rank
 
     def shard(self, t: Tensor, pad: float = 0) -> Tensor:
-        """This process's part (B, T_r, ...) of t (B, T, ...), padded at the end."""
+        """This process's (B, T_r, ...) of t (B, T, ...), padded at the end."""
         c = -(-t.shape[1] // (2 * self.size))  # positions in a chunk
         filling = [0, 0] * (t.dim() - 2) + [0, 2 * self.size * c - t.shape[1]]
         cut = F.pad(t, filling, value=pad).split(c, dim=1)
         return torch.cat([cut[a] for a in self.chunks(self.rank)], dim=1)
 
     def gather(self, t: Tensor, T: int) -> Tensor:
-        """The whole (B, T, ...) of each process's part (B, T_r, ...): the inverse of shard()."""
+        """The inverse of shard(): (B, T, ...)."""
         parts = [t.contiguous()]
         if self.size > 1:
             parts = [torch.empty_like(parts[0]) for _ in range(self.size)]
@@ -63,7 +60,7 @@ class Ring:
         return torch.cat([*early, *late[::-1]], dim=1)[:, :T]
 
     def positions(self, T_r: int, last: int, device: torch.device | None = None) -> Tensor:
-        """The positions (T_r,) int64 of this process's tokens, at most `last`, else ValueError."""
+        """Positions (T_r,) int64 of this process's tokens, at most `last`, else ValueError."""
         c = T_r // 2
         if 2 * self.size * (c - 1) > last:
             got = f"{self.size} processes with {T_r} tokens each"
@@ -72,12 +69,11 @@ class Ring:
         return torch.cat(here).clamp(max=last)
 
     def attend(self, backend: Backend) -> Callable[..., Tensor]:
-        """A collective attend() on shards (B, T_r, ...), with the arguments of caps.Backend."""
+        """A collective attend() on shards (B, T_r, ...), as caps.Backend."""
         assert backend.partial is not None, f"{backend.name} gives no L"
         return partial(attend, ring=self, kernel=backend.partial)
 
     def tiles(self, step: int, T_r: int, window: int | None) -> Iterator[Tile]:
-        """This process's queries and current keys in a step, with the offset between them."""
         c = T_r // 2
         halves = slice(0, c), slice(c, T_r)
         for I, a in zip(halves, self.chunks(self.rank), strict=True):
@@ -86,7 +82,7 @@ class Ring:
                     yield I, J, (a - b) * c
 
     def pass_on(self, tensors: list[Tensor]) -> Callable[[], list[Tensor]]:
-        """Start sending tensors to the next process; the result waits for the previous one's."""
+        """Start sending to the next process; the result waits for the previous one's."""
         if self.size == 1:
             return lambda: tensors
         after, before = (
@@ -97,8 +93,7 @@ class Ring:
             [dist.P2POp(dist.isend, t, after, self.group) for t in sent]
             + [dist.P2POp(dist.irecv, t, before, self.group) for t in came])
 
-        # gloo's sends and receives have no limit of their own.
-        on = came[0].device
+        on = came[0].device  # gloo has no limit of its own
         limit = [self.group._get_backend(on).options._timeout] if on.type == "cpu" else []
 
         def wait(_until_sent: list[Tensor] = sent) -> list[Tensor]:
@@ -112,8 +107,7 @@ class Ring:
 def with_segments(
     tiles: Iterator[Tile], segments: Tensor | None, key_segments: Tensor | None = None
 ) -> Iterator[tuple[slice, slice, int, tuple[Tensor, Tensor] | None]]:
-    """The tiles with the segments (B, T_r) of their queries and keys. Queries of a later chunk see
-    only a segment that it continues."""
+    """Add segments; queries of a later chunk see only a segment that it continues."""
     for I, J, offset in tiles:
         if segments is None or key_segments is None:
             yield I, J, offset, None
@@ -134,7 +128,7 @@ def with_segments(
 @not_compiled
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
            cache: None = None, ring: Ring, kernel: Partial, **slopes: Tensor) -> Tensor:
-    """Attention of this process's shards: q (B, T_r, H, D), k and v (B, T_r, Hkv, D)."""
+    """q (B, T_r, H, D), k and v (B, T_r, Hkv, D)."""
     assert cache is None and not spec.dropout and not spec.sinks  # Caps.lse
     if q.shape[1] != k.shape[1] or q.shape[1] % 2:
         got = f"{q.shape[1]} queries and {k.shape[1]} keys"
@@ -152,7 +146,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec, _offset: int, segments:
     acc = torch.promote_types(q.dtype, torch.float32)
     O = torch.zeros(q.shape, dtype=acc, device=q.device)
     wide = acc if q.device.type == "mps" else torch.float64
-    # Finite: where nothing is seen yet, L_i - L_new is 0. float64: its rounding moves all of P.
+    # Finite: before any key L_i - L_new is 0. float64: its rounding moves all of P.
     L = torch.full((B, H, T_r), torch.finfo(wide).min, dtype=wide, device=q.device)
     here = segments[1] if segments else None
     block = [k, v] if here is None else [k, v, here]
@@ -188,7 +182,7 @@ def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tens
             dQ[:, I] += dQ_ij
             dK[:, J] += dK_ij
             dV[:, J] += dV_ij
-        if step:  # the sums of the processes that had this block before
+        if step:  # from earlier holders of this block
             dK, dV = map(torch.add, (dK, dV), sums())
         sums = ring.pass_on([dK, dV])
         block = coming() if coming else block

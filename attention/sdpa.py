@@ -6,11 +6,8 @@
     sdpa_math       the unfused formula, O(T^2) memory; in float32 for half precision
     sdpa            PyTorch's choice among these (permitted())
 
-Layout  (B, H, T, D) to PyTorch: transposed views.
-Masks   `is_causal=True` is aligned top-left: used only for Tq == Tk. All else gets a mask in blocks
-        of queries (blocks.py); pinned flash on CUDA takes none (sdpa_flash.py).
-Refuses a softcap and sinks.
-"""
+Masks   `is_causal=True` is aligned top-left: for Tq == Tk only. All else gets a mask in blocks of
+        queries (blocks.py); pinned flash on CUDA takes none (sdpa_flash.py)."""
 
 from __future__ import annotations
 
@@ -39,15 +36,14 @@ varlen_by_segments = not_compiled(varlen)  # shapes depend on the data
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
            cache: StaticView | None = None, alibi_slopes: Tensor | None = None,
            kernel: SDPBackend | None = None) -> Tensor:
-    """Shapes as in caps.Backend; kernel: the only one that may run, else RuntimeError; None:
-    PyTorch's choice."""
+    """Shapes as in caps.Backend; kernel: the only one that may run, else RuntimeError."""
     Tq, Tk = q.shape[1], k.shape[1]
     if cache is not None:
         return from_cache(q, k, v, spec, cache, alibi_slopes, kernel)
     bare = segments is None and alibi_slopes is None
     if bare and (kind := maskless(Tq, Tk, spec.window, Tk - Tq, spec.right)):
         return fused(q, k, v, spec, kernel, is_causal=kind == "causal")
-    if q.is_cuda and kernel == SDPBackend.FLASH_ATTENTION:  # it takes no mask
+    if q.is_cuda and kernel == SDPBackend.FLASH_ATTENTION:
         if segments is not None:
             return varlen_by_segments(q, k, v, spec, segments=segments)
         if spec.right or (spec.window or Tk) < Tk:
@@ -59,7 +55,7 @@ def with_mask(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, offset: int, segme
               alibi_slopes: Tensor | None = None, kernel: SDPBackend | None = None) -> Tensor:
     attn_mask, is_causal = sdpa_mask(q, k, spec, offset, segments, alibi_slopes)
     if attn_mask is not None and q.is_cuda and kernel == SDPBackend.FLASH_ATTENTION:
-        from torch.nn.attention.bias import causal_lower_right  # 1 s
+        from torch.nn.attention.bias import causal_lower_right  # slow
 
         attn_mask = causal_lower_right(q.shape[1], k.shape[1])
     return fused(q, k, v, spec, kernel, attn_mask, is_causal)
@@ -67,8 +63,7 @@ def with_mask(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, offset: int, segme
 
 def from_cache(q: Tensor, k: Tensor, v: Tensor, spec: Spec, cache: StaticView,
                alibi_slopes: Tensor | None, kernel: SDPBackend | None) -> Tensor:
-    """Each block of queries has a mask of all keys: only the device knows where a row's queries
-    are."""
+    """Mask all keys: only the device knows a row's positions."""
     outs, size = [], block_size(q)
     for a in range(0, q.shape[1], size):
         part = replace(cache, start=cache.start + a, count=cache.count - a) if a else cache
@@ -82,11 +77,10 @@ def from_cache(q: Tensor, k: Tensor, v: Tensor, spec: Spec, cache: StaticView,
 
 def fused(q: Tensor, k: Tensor, v: Tensor, spec: Spec, kernel: SDPBackend | None,
           attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-    """(B, T, H, D), by the kernels that are safe here."""
     kernels, group = None if kernel is None else [kernel], spec.n_head // spec.n_kv_head
     grouped, masked = group > 1, attn_mask is not None
     if kernel == SDPBackend.CUDNN_ATTENTION:
-        if k.shape[1] == 1:  # cuDNN does not take it. P = 1, so q and k have no gradient
+        if k.shape[1] == 1:  # cuDNN refuses it. P = 1: q and k have no gradient
             k, v = (t.repeat_interleave(group, dim=2) for t in (k, v))
             return F.dropout(torch.ones_like(q[..., :1]), spec.dropout) * v + 0 * (q + k)
         if attn_mask is not None and spec.grad:  # whole tiles: see permitted()
@@ -96,12 +90,12 @@ def fused(q: Tensor, k: Tensor, v: Tensor, spec: Spec, kernel: SDPBackend | None
     if q.is_cuda:
         kernels = kernels or permitted(spec, masked)
         if grouped and not _takes_groups(q, spec, kernel, masked):
-            # Else PyTorch takes the math kernel and its O(T^2) memory (PyTorch issue 181528).
+            # Else the math kernel runs, in O(T^2) memory (PyTorch issue 181528).
             k, v = (t.repeat_interleave(group, dim=2) for t in (k, v))
             grouped = False
     inputs = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D)
     call = *inputs, attn_mask, spec.dropout, is_causal
-    if not (kernels or grouped or spec.scale):  # the context and options cost 1 us
+    if not (kernels or grouped or spec.scale):  # a context is slower
         return dense_gradient(F.scaled_dot_product_attention(*call).transpose(1, 2))
     with sdpa_kernel(kernels) if kernels else nullcontext():
         out = F.scaled_dot_product_attention(*call, scale=spec.scale, enable_gqa=grouped)
@@ -109,7 +103,6 @@ def fused(q: Tensor, k: Tensor, v: Tensor, spec: Spec, kernel: SDPBackend | None
 
 
 def _takes_groups(q: Tensor, spec: Spec, kernel: SDPBackend | None, masked: bool) -> bool:
-    """True if flash or cuDNN can run, which take grouped heads."""
     if masked or kernel == SDPBackend.EFFICIENT_ATTENTION:
         return False
     major = torch.cuda.get_device_properties(q.device).major
@@ -117,9 +110,9 @@ def _takes_groups(q: Tensor, spec: Spec, kernel: SDPBackend | None, masked: bool
 
 
 def permitted(spec: Spec, masked: bool) -> list[SDPBackend] | None:
-    """The kernels that PyTorch may choose from on CUDA; None: all. cuDNN plans each new length
-    (tens of ms), rounds dropout to sixteenths (pull request 174245), and with a mask dq may be NaN
-    if keys do not fill tiles of 128 (issue 196678)."""
+    """Kernels to choose from on CUDA; None: all. cuDNN plans each new length (slow), rounds dropout
+    to sixteenths (pull request 174245), and with a mask dq may be NaN if keys do not fill tiles of
+    128 (issue 196678)."""
     if masked or not spec.grad or spec.dropout % DROPOUT_STEP:
         return [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     return None

@@ -1,14 +1,10 @@
 """sdpa_bmm: PyTorch's flash kernel forward, and a backward pass of large products, for CPUs, since
-that kernel's own in bfloat16 multiplies too small tiles. Of a few heads at a time:
+the kernel's own in bfloat16 multiplies small tiles. Of a few heads at a time:
 
     S = scale * Q K^T       P = softmax(S)
     dV = P^T dO             dP = dO V^T
     dS = P * (dP - rowsum(P * dP))
-    dQ = scale * dS K       dK = scale * dS^T Q
-
-Layout  (B * H, T, D) backward: copies. A key/value head is repeated for its query heads.
-Refuses other devices and dtypes, segments, dropout, softcap, sinks, static caches.
-"""
+    dQ = scale * dS K       dK = scale * dS^T Q"""
 
 from __future__ import annotations
 
@@ -30,7 +26,6 @@ ELEMENTS = 2**21  # of S at a time: 4 MB
 @for_any_shape
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: None = None,
            cache: None = None) -> Tensor:
-    """Attention: q (B, Tq, H, D), k and v (B, Tk, Hkv, D) -> (B, Tq, H, D)."""
     return in_blocks(call_sdpa, q, k, v, spec, segments)
 
 

@@ -1,8 +1,7 @@
 """sdpa_flash's windows and segments on CUDA, and its operators in parts (caps.Partial).
 
 On the CPU is_causal is aligned top-left, and all else takes a mask, in blocks; on CUDA there is no
-mask, and is_causal is aligned bottom-right, as rectangles() are. PyTorch's context parallelism does
-the same (torch/distributed/tensor/experimental/_context_parallel). Not run on CUDA yet."""
+mask, and is_causal is aligned bottom-right. Not run on CUDA yet."""
 
 from __future__ import annotations
 
@@ -22,8 +21,8 @@ aten = torch.ops.aten
 
 def varlen(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
            segments: Tensor | None = None) -> Tensor:
-    """Attention by torch.nn.attention.varlen, which takes each segment as a sequence: Tq <= Tk."""
-    from torch.nn.attention.varlen import varlen_attn  # torch >= 2.12 has its window
+    """By torch.nn.attention.varlen, each segment a sequence: Tq <= Tk."""
+    from torch.nn.attention.varlen import varlen_attn  # its window needs torch >= 2.12
 
     (B, Tq, _, D), Tk = q.shape, k.shape[1]
     if segments is None:
@@ -54,7 +53,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int, segments: 
         O_I, L_I, *_ = operator(*inputs, 0.0, causal, scale=spec.softmax_scale, **masks)
         out[:, I] = O_I.transpose(1, 2)[..., :D]
         L[..., I] = L_I
-        for bias in masks.values():  # no key is seen
+        for bias in masks.values():  # fully masked
             L[..., I].masked_fill_(bias.isneginf().all(dim=-1), -torch.inf)
     return out, L
 
@@ -73,7 +72,7 @@ def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tens
                 *inputs, 0.0, causal, scale=spec.softmax_scale, **masks)
         else:
             lengths = I.stop - I.start, J.stop - J.start
-            seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout: not read
+            seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # not read
             found = aten._scaled_dot_product_flash_attention_backward(
                 *inputs, None, None, *lengths, 0.0, causal, seed, seed, scale=spec.softmax_scale)
         for total, at, grad in zip(grads, (I, J, J), found):
@@ -83,7 +82,6 @@ def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tens
 
 def rectangles(q: Tensor, k: Tensor, spec: Spec, offset: int,
                segmented: bool) -> list[tuple[slice, slice]]:
-    """Queries and keys that hold the visible pairs."""
     Tq, Tk = q.shape[1], k.shape[1]
     if q.is_cpu:
         masked = segmented or spec.alibi
@@ -91,7 +89,7 @@ def rectangles(q: Tensor, k: Tensor, spec: Spec, offset: int,
         return [(slice(Q.start - offset, Q.stop - offset), J) for Q, J in found]
     if spec.right is None:
         return [(slice(0, Tq), slice(0, Tk))]
-    # Queries in line with the keys are causal, later ones see all.
+    # In line with keys causal; later queries see all.
     first, whole = min(max(-offset, 0), Tq), min(max(Tk - offset, 0), Tq)
     both = (slice(first, whole), slice(0, whole + offset)), (slice(whole, Tq), slice(0, Tk))
     return [(I, J) for I, J in both if I.start < I.stop]
@@ -99,7 +97,6 @@ def rectangles(q: Tensor, k: Tensor, spec: Spec, offset: int,
 
 def masking(q: Tensor, k: Tensor, spec: Spec, offset: int, segments: Pair, slopes: Tensor | None,
             I: slice, J: slice) -> tuple[bool, dict[str, Tensor]]:
-    """is_causal and any attn_mask of a rectangle."""
     at = offset + I.start - J.start
     if not q.is_cpu:
         return not sees_all(I.stop - I.start, J.stop, None, at, spec.right), {}
@@ -114,7 +111,7 @@ def masking(q: Tensor, k: Tensor, spec: Spec, offset: int, segments: Pair, slope
 
 
 def BHTD(t: Tensor) -> Tensor:
-    """(B, H, T, D); the operators do not check that the last stride is 1."""
+    """(B, H, T, D); the operators do not check the last stride."""
     return (by_8(t) if t.is_cuda else loadable(t)).transpose(1, 2)
 
 

@@ -1,4 +1,4 @@
-"""The choice of a backend: by declared Caps, resolve(), and on this machine by proof, select()."""
+"""resolve() chooses a backend by declared Caps, select() also by proof on this machine."""
 
 from __future__ import annotations
 
@@ -24,13 +24,12 @@ from .spec import Machine, Policy, Spec
 
 log = logging.getLogger("nanoattn")
 T = TypeVar("T")
-Shape = tuple[int, int, int]  # B sequences, Tq queries and Tk keys each
-Failed = MutableMapping[str, Sequence[str]]  # names that proofs refused, with the reasons
+Shape = tuple[int, int, int]  # B, Tq, Tk
+Failed = MutableMapping[str, Sequence[str]]  # names refused by proofs, and why
 
-DISABLE = "NANOATTN_DISABLE"  # names that the environment refuses
+DISABLE = "NANOATTN_DISABLE"  # refused names
 REFERENCES = ("manual", "sdpa_math")  # O(T^2) memory: not probed at length
-# What "auto" tries; on a CPU flex needs a C++ compiler.
-PREFERENCE = {
+PREFERENCE = {  # order of "auto"; on a CPU flex needs a C++ compiler
     "cuda": ("flash_attn_4", "flash_attn_3", "flash_attn_2", "sdpa", "paged", "sdpa_flash", "flex",
              "triton", "manual", "tiled"),
     "cpu": ("sdpa", "paged", "sdpa_flash", "manual", "tiled"),
@@ -40,16 +39,16 @@ PREFERENCE = {
 
 @dataclass(frozen=True)
 class Resolution:
-    """The backend that will run, and the reasons against those before it."""
+    """The backend that will run, and reasons against others."""
 
     requested: str
     backend: Backend
     rejected: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    kernels: tuple[str, ...] = ()  # that the profiler saw in the probe
+    kernels: tuple[str, ...] = ()  # in the probe
     proof: Proof | None = None  # None: not probed
     note: str = ""  # a warning
-    traced: bool = False  # chosen in a trace, by declared Caps alone
-    length: int = 0  # keys of the longest probe
+    traced: bool = False  # by declared Caps alone, in a trace
+    length: int = 0  # keys in the longest probe
 
     def warnings(self) -> list[str]:
         lines = []
@@ -78,7 +77,7 @@ class Resolution:
 
 
 def candidates(name: str, spec: Spec, machine: Machine, policy: Policy) -> list[str]:
-    """The backends to try: the named one, its fallback, then PREFERENCE for this machine."""
+    """The name, its fallback, then PREFERENCE."""
     if machine.device not in PREFERENCE:
         raise BackendUnavailable(f"no kernel runs on {machine.device}")
     order = [*PREFERENCE[machine.device]]
@@ -91,13 +90,13 @@ def candidates(name: str, spec: Spec, machine: Machine, policy: Policy) -> list[
         major = (machine.capability or (0, 0))[0]
         if major >= 9:  # sdpa may take cuDNN's kernel
             before("sdpa", "flash_attn_2")
-        if major in (8, 12):  # there 4 uses the instructions of Ampere, as 2 does
+        if major in (8, 12):  # FlashAttention-4 uses instructions of Ampere there
             before("flash_attn_2" if major == 8 else "sdpa", "flash_attn_4")
         if major == 8:  # nanochat pull request 540
             before("flash_attn_3", "flash_attn_2")
         if spec.window is not None or spec.segments:  # it skips tiles
             before("sdpa_flash", "sdpa")
-            # It takes windows from 2.12 on, and by segments it breaks a graph.
+            # Windows from 2.12 on; segments break its graph.
             if spec.compiled or version(machine.torch) < (2, 12):
                 before("triton", "sdpa_flash")
         if spec.cache == "static":  # it splits the keys
@@ -111,7 +110,7 @@ def candidates(name: str, spec: Spec, machine: Machine, policy: Policy) -> list[
         return order
     backend = get(name)
     name = name if is_code(name) else backend.name
-    if backend.mods is not None or not policy.fallback:  # another kernel has another mask
+    if backend.mods is not None or not policy.fallback:
         return [name]
     return [*dict.fromkeys([name, backend.fallback or name, *order])]
 
@@ -122,10 +121,9 @@ def disabled() -> set[str]:
 
 def admit(name: str, spec: Spec, machine: Machine,
           policy: Policy = Policy()) -> tuple[Backend, list[Refusal]]:
-    """The backend of that name, or its prebuilt kernel, and every declared reason why it cannot run
-    `spec` on `machine`; empty if it can."""
+    """A backend, or its prebuilt kernel, and every declared reason against it."""
     backend = get(name)
-    family = name.partition(":")[0]  # triton, of triton:dq64-dkdv128
+    family = name.partition(":")[0]
     if disabled() & {name, family, backend.name, *backend.aliases}:
         return backend, [Refusal(f"it is in {DISABLE}={os.environ[DISABLE]}", "disabled")]
     if name.startswith(hub.PREFIX):
@@ -153,7 +151,7 @@ class Ranks(Protocol):
 
     @property
     def rank(self) -> int: ...
-    def gather(self, value: T, /) -> list[T]: ...  # of every process, in order of rank
+    def gather(self, value: T, /) -> list[T]: ...  # in order of rank
 
 
 def gather(ranks: Ranks | None, value: T) -> list[T]:
@@ -163,16 +161,15 @@ def gather(ranks: Ranks | None, value: T) -> list[T]:
 def resolve(name: str, spec: Spec, machine: Machine, policy: Policy = Policy(),
             failed: Failed | None = None, *, prove: Callable[[Backend], Probe] | None = None,
             ranks: Ranks | None = None) -> Resolution:
-    """The first backend that all ranks admit, by declared Caps, and `prove`; rank 0 proposes. It
-    reports the reasons against the named backend and those that are not declared; `failed` gives
-    those of earlier proofs, and receives new ones.
+    """The first backend that all ranks admit by Caps and `prove`; rank 0 proposes. It reports
+    reasons against the named backend and undeclared ones; `failed` holds those of proofs.
 
     Raises ValueError: unknown name. BackendUnavailable: no fallback is left or allowed."""
     failed = {} if failed is None else failed
     names: list[str] | BackendUnavailable
     try:
         names = candidates(name, spec, machine, policy)
-    except BackendUnavailable as e:  # a file, which other ranks may be able to load
+    except BackendUnavailable as e:  # a file that other ranks may load
         names = e
     proposals = next((n for n in gather(ranks, names) if isinstance(n, list)), None)
     if proposals is None:
@@ -215,8 +212,7 @@ def resolve(name: str, spec: Spec, machine: Machine, policy: Policy = Policy(),
 def select(name: str, spec: Spec, device: str | torch.device, policy: Policy = Policy(), *,
            shape: Shape | None = None, ranks: Ranks | None = None,
            failed: Failed | None = None) -> Resolution:
-    """resolve() for this machine, where a probe proves, with more than LONG keys also at the
-    `shape` of the call. `ranks` call this together."""
+    """resolve() proved by a probe, past LONG keys also at `shape`; `ranks` call it together."""
     long = shape if shape and shape[2] > LONG else None
 
     def prove(backend: Backend) -> Probe:
@@ -258,7 +254,6 @@ def configuration(spec: Spec, machine: Machine, policy: Policy,
 
 
 def announce(chosen: Resolution, info: str = "") -> None:
-    """Log the warnings of a choice, and `info`, once per process, on rank 0 only."""
     if os.environ.get("RANK", "0") == "0":
         for warning in chosen.warnings():
             _once(logging.WARNING, warning.replace("\n", "\n         "))

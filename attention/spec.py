@@ -1,18 +1,17 @@
-"""The attention contract: the mathematics, the request, the permissions and the machine.
+"""The attention contract: mathematics, request, permissions and machine.
 
 For every query i of head h, over the keys j that it may attend to (see :func:`visible`):
 
     out[b,i,h] = sum_j softmax_j( q[b,i,h] . k[b,j,g(h)] / sqrt(D) ) v[b,j,g(h)]
 
 Options: `scale` replaces 1 / sqrt(D); `softcap` c bounds each score s to c * tanh(s / c) (Gemma 2,
-arXiv 2408.00118); `sinks` adds to each head's softmax a learned logit without a value (GPT-OSS;
-Miller 2023, "Attention is off by one"); `alibi` adds :func:`alibi_bias` to each score, after the
-softcap and before the mask (Press et al. 2022, arXiv 2108.12409).
+arXiv 2408.00118); `sinks` adds to each head's softmax a learned logit without a value (Miller 2023,
+"Attention is off by one"); `alibi` adds :func:`alibi_bias` to each score, after the softcap and
+before the mask (Press et al. 2022, arXiv 2108.12409).
 
-Layout ``(B, T, H, D)``: q ``(B, Tq, H, D)``, k and v ``(B, Tk, Hkv, D)``, out ``(B, Tq, H, D)``.
-Query head h reads key/value head ``g(h) = h // (H / Hkv)``. A fully masked row gives zeros and zero
-gradients. A segment is a run of positions, such as a document or padding; `segments` are their ids.
-"""
+Layout: q and out ``(B, Tq, H, D)``, k and v ``(B, Tk, Hkv, D)``. Query head h reads key/value head
+``g(h) = h // (H / Hkv)``. A fully masked row gives zeros and zero gradients. A segment is a run of
+positions with one id in `segments`, such as a document or padding."""
 
 from __future__ import annotations
 
@@ -26,10 +25,10 @@ from typing import Any
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 CACHES = ("none", "dynamic", "static", "paged")
-NO_LIMIT = 2**30  # tokens; larger windows would overflow int32 positions
+NO_LIMIT = 2**30  # larger windows overflow int32 positions
 TINY = 2.0**-126  # the least normal float32: a smaller softcap would be rounded to 0
-DROPOUT_STEP = 1 / 16  # to which cuDNN rounds dropout: its multiples are a kind of their own
-Numbers = Any  # integers or bools, in tensors or arrays too
+DROPOUT_STEP = 1 / 16  # cuDNN rounds dropout to multiples: they are a kind of their own
+Numbers = Any  # integers or bools, also in tensors or arrays
 
 
 def visible(i: Numbers, j: Numbers, offset: Numbers = 0, window: int | None = None,
@@ -46,11 +45,10 @@ def visible(i: Numbers, j: Numbers, offset: Numbers = 0, window: int | None = No
           q2   x  x  x  x  x     .  .  .  x  x       x  x  x  x  x       .  .  .  x  x
 
     Args:
-        i, j: query and key positions, integers or integer tensors that broadcast.
-        window: the most keys up to its own that a query attends to, itself included; None: all.
-        seg_i, seg_j: segment ids of the query and of the key, which must be equal.
-        right: the most keys after its own that a query attends to; None: all.
-    """
+        i, j: positions, integers or integer tensors that broadcast.
+        window: keys up to its own that a query attends to, itself included; None: all.
+        seg_i, seg_j: segment ids, which must be equal.
+        right: later keys that a query attends to; None: all."""
     seen = (i == i) & (j == j) if right is None else j <= i + offset + right
     if window is not None:
         seen = seen & (j > i + offset - window)
@@ -60,31 +58,30 @@ def visible(i: Numbers, j: Numbers, offset: Numbers = 0, window: int | None = No
 
 
 def alibi_bias(slope: Numbers, i: Numbers, j: Numbers, offset: Numbers = 0) -> Numbers:
-    """The one definition of ALiBi's bias of a score; `offset` is Tk - Tq."""
+    """ALiBi's bias of a score; `offset` is Tk - Tq."""
     return -slope * abs(i + offset - j)
 
 
 @dataclass(frozen=True)
 class Spec:
-    """The attention that is requested. `kind` names its features without the values of numbers.
-    Raises ValueError: an option is out of range."""
+    """A requested attention. Raises ValueError: an option is out of range."""
 
     n_head: int
     n_kv_head: int
     head_dim: int
     dtype: str
-    window: int | None = None  # keys up to its own that a query attends to, itself included
-    dropout: float = 0.0  # on the attention probabilities
+    window: int | None = None  # see visible()
+    dropout: float = 0.0
     segments: bool = False  # attend() receives `segments`
     grad: bool = True  # backward() will be called
     cache: str = "none"
     compiled: bool = False  # runs inside torch.compile
-    page_size: int | None = None  # tokens in a page, with cache="paged"
-    scale: float | None = None  # factor of the scores; None: 1 / sqrt(head_dim)
-    softcap: float | None = None  # c: scores become c * tanh(s / c), after the scale
+    page_size: int | None = None  # tokens
+    scale: float | None = None  # None: 1 / sqrt(head_dim)
+    softcap: float | None = None
     sinks: bool = False  # attend() receives `sinks`
     lse: bool = False  # Backend.partial is called
-    right: int | None = 0  # later keys that a query attends to; 0: causal, None: all
+    right: int | None = 0  # see visible(); 0: causal
     alibi: bool = False  # attend() receives `alibi_slopes`
     kind: str = field(default="", init=False, repr=False, compare=False)
 
@@ -149,30 +146,28 @@ class Spec:
 
 @dataclass(frozen=True)
 class Policy:
-    """Permissions in choosing a backend; they do not change what is computed."""
-
-    fallback: bool = True  # try another backend; False: a refusal is an error
+    fallback: bool = True  # False: a refusal is an error
     hub_kernels: bool = False  # download prebuilt kernels
-    mps_sdpa: bool = False  # PyTorch's SDPA on Apple's Metal despite known bugs
+    mps_sdpa: bool = False  # SDPA on Apple's Metal despite known bugs
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A device and its software, of this machine or a described one."""
+    """A device and its software, here or described."""
 
     device: str  # "cuda", "cpu" or "mps"
     name: str  # "NVIDIA H100 80GB HBM3"
-    capability: tuple[int, int] | None = None  # CUDA compute capability
+    capability: tuple[int, int] | None = None  # of CUDA
     torch: str = "0"  # version, "2.13.0+cpu"
-    cuda: str | None = None  # the CUDA version that torch was built with
-    # Import name -> version, or the error of the import; None: import when needed.
+    cuda: str | None = None  # that torch was built with
+    # Import name -> version or error; None: import when needed.
     packages: Mapping[str, str] | None = field(default_factory=dict)
-    interpreted: bool = False  # Triton kernels run in Triton's interpreter, on the CPU
+    interpreted: bool = False  # Triton's interpreter, on the CPU
     deterministic: bool = False  # torch.use_deterministic_algorithms(True)
-    bfloat16_units: bool = False  # of the CPU: AMX or AVX512_BF16
+    bfloat16_units: bool = False  # AMX or AVX512_BF16
 
     def version_of(self, package: str) -> str | None:
-        """A package's version or the error of its import; None: not installed."""
+        """Version, or the error of the import; None: not installed."""
         from .machine.system import import_version
 
         return import_version(package) if self.packages is None else self.packages.get(package)

@@ -7,15 +7,13 @@ is not yet normalized. A block S_ij, with values V_j, gives
     l_i   = e^(m_i - m_new) l_i + rowsum(P~_ij)
     O_i   = e^(m_i - m_new) O_i + P~_ij V_j        the old sums, rescaled to the new maximum
 
-and after the last block O_i / l_i is softmax(S) V. The backward pass keeps L_i = m_i + log l_i and
-recomputes P_ij = exp(S_ij - L_i); dS_ij = P_ij * (dP_ij - delta_i), delta_i = rowsum(dO_i * O_i).
-Wholly masked tiles are skipped. Sinks begin the sums: m_i = sink, l_i = 1. Course: pages 4 to 6.
+and in the end O_i / l_i is softmax(S) V. The backward pass keeps L_i = m_i + log l_i and recomputes
+P_ij = exp(S_ij - L_i); dS_ij = P_ij * (dP_ij - delta_i), delta_i = rowsum(dO_i * O_i). Sinks begin
+the sums: m_i = sink, l_i = 1. Course: pages 4 to 6.
 
 Memory  O(T): q, k, v, out and L stay for the backward pass.
-FLOPs   4 Tq Tk D a head forward, 10 Tq Tk D backward, less the skipped tiles.
-Refuses a cache.
-Source  Dao 2023 (arXiv 2307.08691), Algorithms 1 and 2; Dao et al. 2022 (arXiv 2205.14135).
-"""
+FLOPs   4 Tq Tk D a head forward, 10 Tq Tk D backward, less the wholly masked tiles.
+Source  Dao 2023 (arXiv 2307.08691), Algorithms 1 and 2; Dao et al. 2022 (arXiv 2205.14135)."""
 
 from __future__ import annotations
 
@@ -29,14 +27,14 @@ from .function import attention, not_compiled
 from .masks import Pair, alibi, begins, mask, sees_all, symbolic
 from .spec import Spec, visible
 
-BLOCK_M = BLOCK_N = 64  # B_r and B_c: rows and columns of a tile, queries and keys
+BLOCK_M = BLOCK_N = 64  # B_r queries and B_c keys of a tile
 
 
 @not_compiled  # traced, the loops would be unrolled
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
            cache: None = None, sinks: Tensor | None = None,
            alibi_slopes: Tensor | None = None) -> Tensor:
-    """Attention tile by tile: q (B, Tq, H, D), k and v (B, Tk, Hkv, D) -> (B, Tq, H, D)."""
+    """q (B, Tq, H, D), k and v (B, Tk, Hkv, D) -> (B, Tq, H, D)."""
     seed = torch.randint(2**62, (), device="cpu") if spec.dropout else None
     return attention(q, k, v, spec, kernel=PARTIAL, segments=segments, sinks=sinks, seed=seed,
                      alibi_slopes=alibi_slopes)[0]
@@ -49,7 +47,7 @@ def forward_tiles(q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int | Non
                   on_tile: Callable[..., object] = lambda *_: None,
                   alibi_slopes: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Algorithm 1: out and L as in caps.Partial. A tile's dropout seed is `seed` plus its number.
-    `on_tile` gets i, j, S_ij, rescale, m_i, l_i, O_i."""
+    `on_tile` gets the tile's numbers and tensors."""
     Tq, Tk, Hkv, tau = q.shape[1], k.shape[1], k.shape[2], spec.softmax_scale
     acc = torch.promote_types(q.dtype, torch.float32)
     offset = Tk - Tq if offset is None else offset
@@ -62,7 +60,7 @@ def forward_tiles(q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int | Non
         Q_i = Q[..., I, :].to(acc)  # (B, Hkv, H/Hkv, B_r, D)
         O_i = torch.zeros_like(Q_i)
         l_i = torch.zeros_like(Q_i[..., :1])  # (B, Hkv, H/Hkv, B_r, 1)
-        # The least finite number, not -inf: where nothing is seen yet, m_i - m_new is 0.
+        # Finite: where nothing is seen yet, m_i - m_new is 0.
         m_i = torch.full_like(l_i, torch.finfo(acc).min)
         if sinks is not None:
             m_i, l_i = torch.maximum(m_i, sinks.to(acc).view(Hkv, -1, 1, 1)), l_i + 1
@@ -82,7 +80,7 @@ def forward_tiles(q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int | Non
             O_i = rescale * O_i + (Z_ij * P_tilde_ij).to(q.dtype).to(acc) @ V_j
             m_i = m_new
             on_tile(i, j, S_ij, rescale, m_i, l_i, O_i)
-        l_i = l_i.masked_fill(l_i == 0, 1)  # a row that sees nothing: 0 / 1, not 0 / 0
+        l_i = l_i.masked_fill(l_i == 0, 1)  # fully masked: 0 / 1, not 0 / 0
         O[..., I, :] = O_i / l_i
         L[..., I, :] = m_i + torch.log(l_i)
     return out, L.masked_fill(L.eq(torch.finfo(acc).min), -torch.inf).flatten(1, 2)[..., 0]
@@ -115,9 +113,8 @@ def backward_tiles(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L
             S_seen = masked(S_ij, I, J, offset, spec, segments, alibi_slopes)
             P_ij = torch.exp(S_seen - L[..., I, :])
             Z_ij = dropout(P_ij, spec.dropout, seed, i * len(cols) + j)
-            # Query heads that share a key/value head add to the same dK_j and dV_j.
             dropped = (Z_ij * P_ij).to(q.dtype).to(acc)
-            dV_j += (dropped.mT @ dO_i).sum(dim=2, keepdim=True)
+            dV_j += (dropped.mT @ dO_i).sum(dim=2, keepdim=True)  # query heads add up
             dP_ij = Z_ij * (dO_i @ V_j.mT)
             dS_ij = P_ij * (dP_ij - delta[..., I, :])
             if spec.softcap is not None:
@@ -133,7 +130,7 @@ def backward_tiles(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L
 
 
 def by_kv_head(x: Tensor, Hkv: int) -> Tensor:
-    """(B, T, H, D) as (B, Hkv, H/Hkv, T, D); k and v as (B, Hkv, 1, T, D)."""
+    """(B, T, H, D) as (B, Hkv, H/Hkv, T, D)."""
     return x.unflatten(2, (Hkv, -1)).permute(0, 2, 3, 1, 4)
 
 
@@ -143,7 +140,7 @@ def blocks(T: int, size: int) -> list[slice]:
 
 def wholly_masked(I: slice, J: slice, offset: int, window: int | None,
                   right: int | None = 0) -> bool:
-    """True if no query of block I sees a key of block J: the pair nearest the diagonal decides."""
+    """True if no pair is visible: the one nearest the diagonal decides."""
     least, largest = J.start - (I.stop - 1), (J.stop - 1) - I.start  # of j - i
     nearest = min(max(offset, least), largest)  # to the diagonal j = i + offset
     return not visible(0, nearest, offset, window, right=right)
@@ -151,13 +148,12 @@ def wholly_masked(I: slice, J: slice, offset: int, window: int | None,
 
 def masked_tiles(rows: list[slice], cols: list[slice], offset: int, spec: Spec,
                  segments: Pair) -> list[list[bool]]:
-    """True for each tile in which no query sees a key."""
     masked = [[wholly_masked(I, J, offset, spec.window, spec.right) for J in cols] for I in rows]
     if segments is None or offset < 0 or offset != cols[-1].stop - rows[-1].stop:
-        return masked  # ids say nothing of the positions between keys and queries
+        return masked  # no ids between keys and queries
     if symbolic(segments[1]):
         return masked
-    number = begins(segments[1]).cumsum(dim=1).cpu()  # (B, Tk), of each segment
+    number = begins(segments[1]).cumsum(dim=1).cpu()  # (B, Tk)
     first_q = number[:, [offset + I.start for I in rows], None]  # (B, rows, 1)
     last_q = number[:, [offset + I.stop - 1 for I in rows], None]
     first_k = number[:, None, [J.start for J in cols]]  # (B, 1, cols)
@@ -168,7 +164,6 @@ def masked_tiles(rows: list[slice], cols: list[slice], offset: int, spec: Spec,
 
 def masked(S_ij: Tensor, I: slice, J: slice, offset: int, spec: Spec, segments: Pair,
            alibi_slopes: Tensor | None = None) -> Tensor:
-    """S_ij, with ALiBi's bias if there are slopes, and -inf where nothing is seen."""
     (n, m), at = S_ij.shape[-2:], offset + I.start - J.start
     if alibi_slopes is not None:
         bias = alibi(alibi_slopes, n, m, at, S_ij.dtype)
@@ -181,7 +176,7 @@ def masked(S_ij: Tensor, I: slice, J: slice, offset: int, spec: Spec, segments: 
 
 
 def dropout(P_ij: Tensor, p: float, seed: Tensor | None, tile: int) -> Tensor | float:
-    """Z_ij: 0 with probability p, else 1 / (1 - p); the same seed gives the same mask."""
+    """Z_ij: 0 with probability p, else 1 / (1 - p); the same for one seed."""
     if not p:
         return 1.0
     assert seed is not None

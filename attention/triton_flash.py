@@ -4,11 +4,8 @@ The algorithm of tiled.py. S and P stay on chip; only L = log2 sum_j 2^(s_j) is 
 Dropout is Philox's, of a seed and b, h, i, j. Course: page 7.
 
 Memory  O(T): q, k, v, out and L; backward also delta_i = rowsum(dO_i * O_i).
-Layout  (B, T, H, D), by strides.
-Refuses a head_dim above 128, a cache, float64, and bfloat16 on compute capability 7.5. On the CPU
-        it runs in Triton's interpreter, for tests (TRITON_INTERPRET=1).
-Source  Dao 2023 (arXiv 2307.08691), Algorithms 1 and 2.
-"""
+CPU     In Triton's interpreter, for tests (TRITON_INTERPRET=1).
+Source  Dao 2023 (arXiv 2307.08691), Algorithms 1 and 2."""
 
 from __future__ import annotations
 
@@ -46,7 +43,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
 def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int, segments: Pair = None,
             sinks: Tensor | None = None, seed: Tensor | None = None,
             alibi_slopes: Tensor | None = None, *, whole: bool = False) -> tuple[Tensor, Tensor]:
-    """As caps.Partial. whole: `segments` are borders(), out has q's dtype, and L is log2."""
+    """As caps.Partial. whole: `segments` are borders(), out has q's dtype, L is log2."""
     from .triton.flash_kernels import LOWEST, flash_forward
 
     sinks = None if sinks is None else sinks.float().contiguous()
@@ -62,7 +59,7 @@ def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tens
     """As caps.Partial; tiles, tma: of flash_backward()."""
     from .triton.flash_kernels import LOWEST, flash_backward, unpack
 
-    if not whole:  # -inf, where no key is seen, would give NaN
+    if not whole:  # -inf would give NaN
         out, L = out.contiguous(), (L / math.log(2)).clamp(min=LOWEST.value).contiguous()
     runs, numbers = _given(k, spec, offset, segments, seed, whole)
     packed, delta = flash_backward(
@@ -79,7 +76,6 @@ WHOLE = Partial(partial(forward, whole=True), partial(backward, whole=True))
 
 def _given(k: Tensor, spec: Spec, offset: int, segments: Pair, seed: Tensor | None,
            whole: bool) -> tuple[tuple[Tensor, Tensor] | tuple[None, None], tuple[Any, ...]]:
-    """The kernels' run_q and run_k, and their numbers."""
     p = 0.0 if seed is None else spec.dropout
     numbers = spec.window, spec.right, p, spec.softmax_scale, spec.softcap
     if whole:
@@ -88,8 +84,7 @@ def _given(k: Tensor, spec: Spec, offset: int, segments: Pair, seed: Tensor | No
 
 
 def runs_of_pair(segments: Pair, Tk: int, offset: int) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """run_q and run_k for keys and queries `offset` apart. Queries past the last key are put
-    directly after it: a segment that both have stays one run."""
+    """run_q, run_k. Queries past the last key move next to it: a shared segment stays one run."""
     if segments is None:
         return None, None
     seg_q, seg_k = segments
@@ -102,8 +97,7 @@ def runs_of_pair(segments: Pair, Tk: int, offset: int) -> tuple[Tensor, Tensor] 
 
 
 def borders(segments: Tensor) -> Tensor:
-    """Where each position's segment begins and ends: [[5, 5, 2]], (B, T), gives [[[0, 0, 2], [1, 1,
-    2]]], (B, 2, T) int32."""
+    """First and last positions (B, 2, T) int32: [[5, 5, 2]] gives [[[0, 0, 2], [1, 1, 2]]]."""
     j = torch.arange(segments.shape[1], dtype=torch.int32, device=segments.device)
     changes = segments[:, 1:] != segments[:, :-1]
     begins, ends = F.pad(changes, (1, 0), value=True), F.pad(changes, (0, 1), value=True)
@@ -129,7 +123,7 @@ BACKEND = Backend(
 
 def other(name: str, about: str, capability: tuple[int, int], head_dim: int,
           **options: Any) -> Backend:
-    """triton with `options` of its backward(), in half precision."""
+    """triton with `options` of backward(), in half precision."""
     kernel = replace(WHOLE, backward=partial(WHOLE.backward, **options))
     caps = replace(_AMPERE, dtypes=("float16", "bfloat16"), min_capability=capability,
                    head_dim_max=head_dim, head_dim_multiple=8, lse=False)
@@ -140,7 +134,7 @@ def other(name: str, about: str, capability: tuple[int, int], head_dim: int,
                    fallback="triton", partial=None)
 
 
-# Queries, keys, warps and stages. At a head_dim up to 64 they fit every GPU from 8.0 on.
+# Queries, keys, warps, stages. Up to head_dim 64 they fit every GPU from 8.0 on.
 BACKWARD_TILES = ((64, 64, 4, 3), (128, 64, 8, 3))
 TILED = tuple(other(f"dq{dq[0]}-dkdv{dkdv[0]}", f"backward tiles {dq} and {dkdv}", (8, 0), 64,
                     tiles=[*dq, *dkdv]) for dq, dkdv in product(BACKWARD_TILES, repeat=2))

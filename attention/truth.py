@@ -1,4 +1,4 @@
-"""The truth in float64, and how far a kernel may be from it: the one tolerance of this project."""
+"""The truth in float64, and the one tolerance of this project."""
 
 from __future__ import annotations
 
@@ -12,17 +12,15 @@ from torch import Tensor
 from .masks import Mods
 from .spec import Spec, alibi_bias, visible
 
-ON_A_GPU = 1.5  # exp2 is approximate, and sums of parts end in any order
+ON_A_GPU = 1.5  # exp2 is approximate
 
 
 class Inputs(NamedTuple):
-    """The tensors of one call."""
-
     q: Tensor  # (B, Tq, H, D)
     k: Tensor  # (B, Tk, Hkv, D)
     v: Tensor  # (B, Tk, Hkv, D)
     dout: Tensor  # (B, Tq, H, D)
-    segments: Tensor | None = None  # (B, Tk); the queries are the last Tq positions
+    segments: Tensor | None = None
     sinks: Tensor | None = None  # (H,)
     alibi_slopes: Tensor | None = None  # (H,) or (B, H)
 
@@ -35,7 +33,7 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Result:
-    """Output and gradients of one call, of the shapes of q, q, k, v and the sinks."""
+    """Output and gradients, shaped as q, q, k, v and sinks."""
 
     out: Tensor
     dq: Tensor | None = None
@@ -52,18 +50,18 @@ class Result:
 
 
 def grouped(t: Tensor, Hkv: int) -> Tensor:
-    """(B, T, H, D) -> (B, Hkv, H / Hkv * T, D): the query heads of a key/value head are rows."""
+    """(B, T, H, D) -> (B, Hkv, H / Hkv * T, D)."""
     return t.transpose(1, 2).unflatten(1, (Hkv, -1)).flatten(2, 3)
 
 
 def changed(raw: Tensor, given: Inputs, spec: Spec, rows: Tensor,
             mods: Mods | None = None) -> tuple[Tensor, Tensor | float, Tensor]:
-    """The scores after the softcap and a score_mod, ALiBi's bias, and visible() or a mask_mod as
-    bool, for `raw`, tau q . k of grouped() queries: (B, Hkv, H / Hkv * rows, Tk)."""
+    """Scores after softcap and score_mod, ALiBi's bias, and visible() or mask_mod as bool, from tau
+    q . k of grouped() queries: (B, Hkv, H / Hkv * rows, Tk)."""
     (B, Tq, H, _), (_, Tk, Hkv, _) = given.q.shape, given.k.shape
     s = raw
     bias: Tensor | float = 0.0
-    at, j = rows + Tk - Tq, torch.arange(Tk, device=rows.device)  # positions among the keys
+    at, j = rows + Tk - Tq, torch.arange(Tk, device=rows.device)  # among the keys
     if spec.softcap is not None:
         s = spec.softcap * torch.tanh(s / spec.softcap)
     if given.alibi_slopes is not None:
@@ -84,9 +82,9 @@ def changed(raw: Tensor, given: Inputs, spec: Spec, rows: Tensor,
 @torch.no_grad()
 def truth(given: Inputs, spec: Spec, rows: Tensor | None = None,
           mods: Mods | None = None) -> Result:
-    """The exact result in float64, of the queries `rows` and of the gradients that flow from them,
-    in O(rows * Tk). With tau the scale, t_j = tau q . k_j, s_j = c tanh(t_j / c) or t_j, and
-    p = softmax(s + bias) over the visible keys j and the sink a (of value 0), per row:
+    """The exact result in float64 for the queries `rows`, gradients included, in O(rows * Tk). With
+    tau the scale, t_j = tau q . k_j, s_j = c tanh(t_j / c) or t_j, and p = softmax(s + bias)
+    over the visible keys j and the sink a (of value 0), per row:
 
         out  = sum_j p_j v_j
         dv_j += p_j dout                          out is linear in v
@@ -97,11 +95,10 @@ def truth(given: Inputs, spec: Spec, rows: Tensor | None = None,
         dq    = sum_j dt_j k_j
         dk_j += dt_j q
 
-    `condition` is each tensor's rounding error to first order, in units of eps: of each score
-    relative to its terms |q||k|, a capped one and a sink to itself, of ALiBi's bias in root mean
-    square under p; of dp and sum p dp relative to their terms; of the softcap's slope. `rounded` is
-    how far gradients move if sum_l p_l dp_l is dout . out of a rounded output (FlashAttention's).
-    """
+    `condition` is each tensor's rounding error to first order, in eps: of scores relative to
+    |q||k|, of capped ones and sinks to themselves, of ALiBi's bias in root mean square under p; of
+    dp and sum p dp relative to their terms; of the softcap's slope. `rounded`: the change of
+    gradients if sum_l p_l dp_l is dout . out of a rounded output, as in FlashAttention."""
     on = torch.device("cpu") if given.q.device.type == "mps" else given.q.device
     Tq, H, Hkv = given.q.shape[1], spec.n_head, spec.n_kv_head
     rows = torch.arange(Tq, device=on) if rows is None else rows.to(on)
@@ -112,7 +109,7 @@ def truth(given: Inputs, spec: Spec, rows: Tensor | None = None,
         raw = (Q @ K.mT * tau).requires_grad_()  # (B, Hkv, M, Tk), for M = H / Hkv * rows
         s, bias, seen = changed(raw, given, spec, rows, mods)
         slope = torch.autograd.grad(s.sum() + 0 * raw.sum(), raw)[0]
-    # What no row sees may be NaN.
+    # Unseen keys may be NaN.
     s, slope = s.detach().masked_fill(~seen, 0), slope.masked_fill(~seen, 0)
     used = seen.any(2)[..., None]
     K, V = torch.where(used, K, 0), torch.where(used, V, 0)
@@ -125,7 +122,7 @@ def truth(given: Inputs, spec: Spec, rows: Tensor | None = None,
     row_max = torch.maximum(visible_s.amax(3, keepdim=True), sink).clamp(min=-1e300)
     e, e_sink = torch.exp(visible_s - row_max), torch.exp(sink - row_max)
     total = e.sum(3, keepdim=True) + e_sink
-    total = total.masked_fill(total == 0, 1)  # a row that sees no key
+    total = total.masked_fill(total == 0, 1)  # fully masked
     p, p_sink = e / total, e_sink / total
     out = p @ V
     dp = dO @ V.mT
@@ -152,7 +149,7 @@ def truth(given: Inputs, spec: Spec, rows: Tensor | None = None,
     if given.sinks is not None:
         rel = torch.maximum(rel, torch.where(p_sink > 0, sink.abs(), 0))
     rel = rel + (p * bias**2).sum(3, keepdim=True).sqrt()
-    deviation = (p @ V**2 - out**2).clamp(min=0).sqrt()  # of v under p, the sink's value is 0
+    deviation = (p @ V**2 - out**2).clamp(min=0).sqrt()  # of v under p
     p_moves = 2 * rel * p
     dp_moves = dO.abs() @ V.abs().mT
     mean_moves = (p * dp_moves).sum(3, keepdim=True)
@@ -175,11 +172,11 @@ def truth(given: Inputs, spec: Spec, rows: Tensor | None = None,
 @torch.enable_grad()
 def plain(given: Inputs, spec: Spec, rows: Tensor | None = None,
           mods: Mods | None = None) -> Result:
-    """truth() by plain PyTorch in the inputs' dtype, with autograd's gradients."""
+    """truth() in the inputs' dtype, by autograd."""
     Tk, H, Hkv, dtype = given.k.shape[1], spec.n_head, spec.n_kv_head, given.q.dtype
     rows = torch.arange(given.q.shape[1], device=given.q.device) if rows is None else rows
     q, k, v = (t.detach().requires_grad_() for t in (given.q[:, rows], given.k, given.v))
-    wide = torch.float32 if dtype == torch.float16 else dtype  # scores may be past 65,504
+    wide = torch.float32 if dtype == torch.float16 else dtype  # scores may exceed 65,504
     raw = grouped(q, Hkv).to(wide) * spec.softmax_scale @ k.to(wide).permute(0, 2, 3, 1)
     scores, bias, seen = changed(raw, given, spec, rows, mods)
     scores = (scores + bias).masked_fill(~seen, torch.finfo(wide).min)
@@ -199,15 +196,12 @@ def plain(given: Inputs, spec: Spec, rows: Tensor | None = None,
 
 def allowed_error(plain: float, size: float, largest: float, dtype: torch.dtype,
                   m: int = 2) -> float:
-    """m times the error of plain PyTorch, which may be exact by luck, plus one rounding error at
-    the `size` of the true values and 32 at the `largest`, in the precision of the sums."""
+    """m * plain (which may be 0 by luck), one rounding error at `size` and 32 at `largest`."""
     eps = torch.finfo(dtype).eps
     return m * plain + eps * size + 32 * min(eps, torch.finfo(torch.float32).eps) * largest
 
 
 class Deviation(NamedTuple):
-    """The largest error of a tensor, or its root mean square."""
-
     name: str
     where: str  # " at [0, 3, 1, 7]", or " in the mean"
     off: float
@@ -219,13 +213,12 @@ class Deviation(NamedTuple):
 
 
 def errors(got: Result, rough: Result, exact: Result, dtype: torch.dtype) -> list[Deviation]:
-    """The largest error of each tensor of `got` and the root mean square, with their limits
+    """Largest and root mean square error of each tensor of `got`, with their limits
 
         m * |plain - truth| + eps(dtype) * |truth| + eps(compute) * condition
         + eps(dtype) * rounded, in half precision
 
-    with m = 2 for the output and 3 for gradients. The mean finds an error of a few percent.
-    """
+    with m = 2 for the output and 3 for gradients. The mean finds errors of a few percent."""
     sizes: dict[str, Callable[[Tensor], float]] = {
         "": lambda x: float(x.abs().max()),
         " in the mean": lambda x: float(x.square().mean() ** 0.5),
@@ -235,7 +228,7 @@ def errors(got: Result, rough: Result, exact: Result, dtype: torch.dtype) -> lis
         want, g, p = (x.cpu().double() for x in (exact.tensors[name], tensor, rough.tensors[name]))
         if g.shape != want.shape:
             raise AssertionError(f"{name} has shape {tuple(g.shape)}, not {tuple(want.shape)}")
-        # Sinks have a dtype of their own.
+        # Sinks have their own dtype.
         rounded_to = max(dtype, tensor.dtype, key=lambda d: torch.finfo(d).eps)
         at = torch.unravel_index((g - want).abs().nan_to_num(torch.inf).argmax(), g.shape)
         for where, size in sizes.items():
@@ -253,6 +246,5 @@ def errors(got: Result, rough: Result, exact: Result, dtype: torch.dtype) -> lis
 
 
 def wrong(found: Sequence[Deviation]) -> list[str]:
-    """A text for each tensor that is off by more than is allowed, as NaN is."""
     first = {d.name: d for d in reversed(found) if not d.off <= d.allowed}
     return [str(d) for d in reversed(first.values())]

@@ -29,13 +29,12 @@ from .properties import properties
 from .script import script
 
 VERDICTS = {"right": "passed", "wrong": "failed", "refused": "refused"}
-ORDER = "float32", "bfloat16", "float16", "float64"  # --quick runs most tests in the first alone
-QUICK_S = 120  # a device, for --quick
+ORDER = "float32", "bfloat16", "float16", "float64"  # --quick runs most tests in the first
+QUICK_S = 120  # for --quick, a device
 
 
 def items(dtypes: Iterable[str], quick: bool = False, length: int = 0,
           caps: Sequence[Caps] = ()) -> Iterator[Item]:
-    """All tests (quick: a sample): the cases, simple ones first, then the properties."""
     for dtype in dtypes:
         for case in matrix.in_order()[: len(matrix.SAMPLE) if quick else None]:
             yield Item(case, dtype, matrix.accuracy, case.features)
@@ -43,8 +42,7 @@ def items(dtypes: Iterable[str], quick: bool = False, length: int = 0,
 
 
 def fitted(item: Item, backend: Backend, machine: Machine) -> tuple[Spec, Sequence[Refusal]]:
-    """The item's Spec as the backend takes it, at the nearest head_dim, and of a case also without
-    gradients; or why it does not."""
+    """The Spec at the nearest head_dim, perhaps without gradients; or the reasons against it."""
     specs = [item.spec]
     for row in backend.caps if item.title or item.case.D == Case.D else ():
         D = -(-item.spec.head_dim // row.head_dim_multiple) * row.head_dim_multiple
@@ -59,8 +57,7 @@ def failed(item: Item, e: BaseException) -> Item:
 
 
 def judge(backend: Backend, item: Item, machine: Machine, device: str) -> Item:
-    """Run one test at the sizes that the backend takes, and return it with `verdict` and `why`. An
-    exception means that the kernel has lost the device."""
+    """Run one test at sizes that the backend takes. Raises RuntimeError: the device is lost."""
     spec, why = fitted(item, backend, replace(machine, deterministic=item.deterministic))
     item = item.of(backend, spec, device)
     if why:
@@ -80,7 +77,7 @@ def judge(backend: Backend, item: Item, machine: Machine, device: str) -> Item:
 
 def untested(caps: Iterable[Caps], ran: Iterable[Item], machine: Machine,
              dtypes: Sequence[str]) -> list[str]:
-    """What Caps declare for this machine and these dtypes, and no test used."""
+    """Declared capabilities that no test used."""
     declared: dict[str, None] = {}
     elsewhere = {"device", "torch", "interpreted", "packages", "capability"}
     for row in caps:
@@ -113,10 +110,10 @@ class Report:
     features: dict[str, dict[str, int]] = field(default_factory=dict)
     refusals: Counter[Refusal] = field(default_factory=Counter)
     failures: list[dict[str, str]] = field(default_factory=list)
-    untested: list[str] = field(default_factory=list)  # declared capabilities
+    untested: list[str] = field(default_factory=list)
     left_out: int = 0  # tests
-    script: str = ""  # of the first failure
-    mistake: list[str] = field(default_factory=list)  # in lines of text
+    script: str = ""
+    mistake: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
     def add(self, item: Item) -> None:
@@ -138,8 +135,7 @@ class Report:
 
 def check(name: str, devices: Sequence[str], dtypes: Sequence[str] = DTYPES, *, quick: bool = False,
           first: bool = False, length: int = 0, test: str = "") -> Report:
-    """Run the tests of a backend, given by its name, alias or file. Raises ValueError: unknown
-    backend or test, or a file without one."""
+    """Test a backend. Raises ValueError: unknown backend or test, or no backend in the file."""
     if name in RULES:
         raise ValueError(f"{name} is a rule: name one kernel, or a file")
     backend, began = get(name), time.monotonic()
@@ -149,7 +145,7 @@ def check(name: str, devices: Sequence[str], dtypes: Sequence[str] = DTYPES, *, 
     here = {device: Machine.here(device) for device in devices}
     dtypes = sorted(dtypes, key=ORDER.index)
     every, some = ([*items(dtypes, few, length, backend.caps)] for few in (False, quick))
-    if quick:  # numbers in each dtype before the properties, which take longer
+    if quick:  # numbers first: properties take longer
         some.sort(key=lambda item: bool(item.title))
     todo = [(device, item) for device in devices for item in some if test in ("", item.name)]
     if not todo:
@@ -167,7 +163,7 @@ def check(name: str, devices: Sequence[str], dtypes: Sequence[str] = DTYPES, *, 
         progress(n, len(todo), f"{item.name}, {item.dtype}, {device}")
         try:
             item = judge(backend, item, here[device], device)
-        except RuntimeError as e:  # after it every later test would fail
+        except RuntimeError as e:  # later tests would fail too
             lost = True
             item = failed(item.of(backend, fitted(item, backend, here[device])[0], device), e)
         report.add(item)

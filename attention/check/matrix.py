@@ -1,4 +1,4 @@
-"""The cases in which a kernel is compared with the float64 truth."""
+"""Cases that compare a kernel with the float64 truth."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ from ..spec import Spec
 
 @dataclass(frozen=True)
 class Case:
-    """A call; the defaults are the simplest."""
-
     name: str
     Tq: int
     Tk: int
@@ -31,13 +29,13 @@ class Case:
     window: int | None = None
     right: int | None = 0
     segments: str | None = None  # "packed", "many", "padded" on the right, "left"
-    layout: str = "contiguous"  # "split" from one tensor, or one of WAYS: "k BHTD"
+    layout: str = "contiguous"  # "split" from one tensor, or of WAYS: "k BHTD"
     size: float = 1.0  # of q, k and v
     scale: float | None = None
     softcap: float | None = None
-    sinks: bool | str = False  # True: in q's dtype; or a dtype
+    sinks: bool | str = False  # or its dtype; True: that of q
     alibi: bool | str = False  # True: slopes (H,); "rows": (B, H)
-    kind: str = "noise"  # "equal" keys, a "dominant" one, "negative": scores below float16's range
+    kind: str = "noise"  # "negative": scores below float16's range
     dropout: float = 0.0
     cache: str = "none"
     page_size: int | None = None
@@ -53,7 +51,6 @@ class Case:
 
     @property
     def features(self) -> tuple[str, ...]:
-        """Rows of the report."""
         has = {"lengths": self.Tq != self.Tk, "masked rows": self.masked > 0,
                "grouped heads": self.Hkv < self.H, "window": self.window, "right": self.right != 0,
                "segments": self.segments, "scale": self.scale, "softcap": self.softcap,
@@ -63,15 +60,13 @@ class Case:
 
     @property
     def masked(self) -> int:
-        """The number of first queries that see no key."""
+        """First queries that see no key."""
         right = 0 if self.segments else self.Tq if self.right is None else self.right
         return max(self.Tq - self.Tk - right, 0)
 
 
 @dataclass(frozen=True)
 class Item:
-    """One test: `test` raises AssertionError if the backend fails the case."""
-
     case: Case
     dtype: str
     test: Callable[[Item], None]
@@ -112,7 +107,7 @@ LAYOUTS = [f"{name} {way}" for name in ("q", "k", "v", "dout", "segments") for w
 WORDS: dict[str, dict[str, Any]] = {  # of a case's text
     "gqa": {"H": 4}, "mqa": {"Hkv": 1}, "both": {"right": None}, "scale": {"scale": 0.5},
     "softcap": {"softcap": 4}, "sinks": {"sinks": True}, "large": {"size": 30},
-    "overflow": {"size": 50},  # q . k is past float16's range, the scores are not
+    "overflow": {"size": 50},  # q . k overflows float16, the scores do not
     "long": {"Hkv": 1, "D": 16}, "alibi": {"alibi": True}, "rows": {"alibi": "rows"},
     "lse": {"lse": True}, "inference": {"grad": False}, "compiled": {"compiled": True},
     **{word: {"cache": word, "grad": False} for word in ("dynamic", "static")},
@@ -124,8 +119,8 @@ WORDS: dict[str, dict[str, Any]] = {  # of a case's text
 
 
 def cases(*texts: str) -> list[Case]:
-    """The cases of each combination of texts: "window16-43x97 B1" is the case of this name (up to
-    the space), with a window of 16, 43 queries, 97 keys (97 of both by default) and batch 1."""
+    """Cases by texts: "window16-43x97 B1", its first word the name, has window 16, Tq 43, Tk 97 (by
+    default both 97) and batch 1. Several texts are combined."""
     found = []
     for words in itertools.product(*(text.split(",") for text in texts)):
         text = "-".join(word.strip() for word in words if word.strip())
@@ -143,8 +138,7 @@ def cases(*texts: str) -> list[Case]:
     return found
 
 
-# --quick: every feature and every kind of border
-SAMPLE = [
+SAMPLE = [  # --quick: every feature and every kind of border
     *cases("""97, 1 B4, 2 B4, 17 B4, 64, 113x203 B1, 1x97, 64x17, 63x64, long-600 B1 H1,
         gqa 17 H16 B1, mqa-64x17 H3, split 64 H4, window16, window64-113x203 B1, window10-64x17,
         packed, packed-97x43, padded-43x97, packed-window16-gqa, BHTD-31x64-window20-packed H4,
@@ -159,7 +153,7 @@ SAMPLE = [
         alibi, alibi-gqa-43x97, alibi-113x97, rows-window16-packed-softcap3-43x97 H4,
         rows-both-97x43"""),
     *(Case(x, 17, 17, layout=x, segments="packed" if "segments" in x else None) for x in LAYOUTS),
-    Case("beyond the view", 1, 33, layout="k v sliced"),  # NaN after the last key, as in a cache
+    Case("beyond the view", 1, 33, layout="k v sliced"),  # NaN after the last key
     Case("sinks strided", 17, 17, layout="sinks strided", sinks="bfloat16")]
 # --quick: in every dtype
 EACH_DTYPE = ("1x97", "64x17", "packed-window16-gqa", "D80-mqa-window7-17x33", "large", "overflow",
@@ -185,13 +179,12 @@ CASES = SAMPLE + cases("""192, 1025 B1 H1 Hkv1 D64, 113x203-H4 Hkv4, 128x217, 2x
 
 
 def in_order() -> list[Case]:
-    """SAMPLE, then the others; in both the cases with fewer features first."""
+    """SAMPLE, then the rest, each by number of features."""
     parts = SAMPLE, CASES[len(SAMPLE) :]
     return [case for part in parts for case in sorted(
         part, key=lambda case: len({*case.features} - {"causal"}))]
 
 
-# Some are equal as int8, int16 or float32.
 IDS = (65543, 7, 2**24 + 1, 2**24, -1, 0, *range(100, 120))
 
 
@@ -213,7 +206,7 @@ def laid_out(t: Tensor, name: str, case: Case) -> Tensor:
         return t
     if way == "BHTD":
         return t.transpose(1, 2).contiguous().transpose(1, 2)
-    if way == "expanded":  # over batch and heads; dout as of out.sum()
+    if way == "expanded":  # dout as of out.sum()
         first = t.flatten()[0] if name == "dout" else t[:1, :, :1] if t.dim() == 4 else t[:1]
         return first.expand(t.shape)
     shape = [n + 2 for n in t.shape] if way == "sliced" else [*t.shape, 2]
@@ -224,7 +217,7 @@ def laid_out(t: Tensor, name: str, case: Case) -> Tensor:
 
 @lru_cache(maxsize=8)
 def inputs(case: Case, dtype: str, device: str = "cpu") -> Inputs:
-    """Of the sinks of three heads and more the first does not matter, of four the second alone."""
+    """Of three sinks or more the first has no weight, of four the second all."""
     chance = torch.Generator().manual_seed(case.Tq * 1000 + case.Tk)
 
     def noise(T: int, H: int, size: float) -> Tensor:
@@ -258,7 +251,6 @@ def inputs(case: Case, dtype: str, device: str = "cpu") -> Inputs:
 
 
 def require(ok: bool | Tensor, text: str) -> None:
-    """Assert, also under `python -O`."""
     if not ok:
         raise AssertionError(text)
 
@@ -284,8 +276,7 @@ def compare(got: Result, case: Case, dtype: str, device: str) -> None:
 
 def check(backend: Backend, case: Case, dtype: str, device: str = "cpu",
           attend: Callable[..., Tensor] | None = None) -> None:
-    """Run the case, by `attend` or the backend's, with gradients if it has any, and without. Raises
-    AssertionError: wrong numbers, or an input was overwritten."""
+    """Test with any gradients and without. Raises AssertionError: wrong or changed tensors."""
     given = inputs(case, dtype, device)
     before = {name: t.clone() for name, t in given._asdict().items() if t is not None}
     for grad in (True, False)[not case.grad :]:

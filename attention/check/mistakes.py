@@ -1,5 +1,5 @@
-"""The name of a kernel's mistake: a plain program that makes it gives the same output (or, where
-that is right, the same gradients) in the failing case, and without it does not."""
+"""A kernel's mistake: a plain program with it gives the kernel's numbers, and without it does
+not."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def cast(given: Inputs, dtype: str) -> Inputs:
     return Inputs(*found)  # type: ignore[arg-type]
 
 
-RIGHT: dict[str, Any] = {  # what program() does without a mistake
+RIGHT: dict[str, Any] = {  # program() without a mistake; others change it, or the Spec
     "without": "", "offset": None, "shift": 0, "inverted": False, "order": 0, "modulo": False,
     "gradient_of": None, "dims": None, "late": False, "tile": 0, "stale": "", "rounded": ("", ""),
     "no_rowsum": False, "factor": {}}
@@ -34,8 +34,7 @@ RIGHT: dict[str, Any] = {  # what program() does without a mistake
 def program(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
             sinks: Tensor | None = None, alibi_slopes: Tensor | None = None,
             keep: Tensor | None = None, **mistake: Any) -> Tensor:
-    """attend() by the formula, in q's dtype. keep (B, H, Tq, Tk): dropout's factors. `mistake`:
-    changes of RIGHT, or of the Spec's numbers."""
+    """Compute attend() by the formula, in q's dtype. keep (B, H, Tq, Tk): dropout's factors."""
     of = {**vars(spec), "scale": spec.softmax_scale, **RIGHT, **mistake}
     Tq, Tk, H, group = q.shape[1], k.shape[1], q.shape[2], q.shape[2] // k.shape[2]
     i, j, h = (torch.arange(n, device=q.device) for n in (Tq, Tk, H))
@@ -79,7 +78,7 @@ def program(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | N
     m = torch.maximum(s.amax(3, keepdim=True), sink).clamp(min=lowest).detach()
     e, e_sink = torch.exp(s - m), torch.exp(sink - m)
     top = bottom = e
-    if tile:  # exponentials from the maximum of the tiles so far
+    if tile:  # exponentials from the running maximum of tiles
         tiles = F.pad(s, (0, -Tk % tile), value=-torch.inf).unflatten(3, (-1, tile))
         so_far = torch.maximum(tiles.amax(4).cummax(3).values, sink).clamp(min=lowest)
         old = torch.exp(s - so_far.repeat_interleave(tile, dim=3)[..., :Tk])
@@ -97,7 +96,6 @@ PLACES = "q, k and v are", "q . k is", "the scores are", "the softmax is"
 
 
 def mistakes(spec: Spec) -> list[tuple[str, Options]]:
-    """Names, and what the program does: nothing new if the Spec has no such option."""
     scale, D, window, right = spec.softmax_scale, spec.head_dim, spec.window, spec.right
     group = spec.n_head // spec.n_kv_head
     table: dict[str, list[Options]] = {
@@ -141,16 +139,16 @@ def mistakes(spec: Spec) -> list[tuple[str, Options]]:
 
 
 def named(item: Item) -> list[str]:
-    """A line on the mistake of a kernel that fails a case; empty if none explains it."""
+    """A line with the mistake of a failing kernel; empty if none explains it."""
     case, dtype, device = item.case, item.dtype, item.device
     for grad in (True, False)[not case.grad :] if not item.title else ():
         spec = case.spec(dtype, grad=grad)
         try:
             got = item.run(item.given, spec)
-        except KERNEL_ERRORS:  # perhaps of the backward pass
+        except KERNEL_ERRORS:
             continue
         finally:
-            matrix.inputs.cache_clear()  # the kernel may have written to its inputs
+            matrix.inputs.cache_clear()  # it may have written to its inputs
         rough, exact = matrix.plain(case, dtype, device), matrix.truth(case, dtype)
         errors = proof.errors(got, rough, exact, getattr(torch, dtype))
         if proof.wrong(errors):
@@ -163,8 +161,7 @@ def named(item: Item) -> list[str]:
 
 def reproduces(case: Case, spec: Spec, got: Result, errors: list[proof.Deviation],
                options: Options) -> bool:
-    """True if the program with a mistake gives the kernel's numbers, and without it does not.
-    Queries that the mistake leaves without keys are not compared."""
+    """True if only the mistake gives these numbers, but for queries that it leaves without keys."""
     names = {e.name for e in errors if not e.off <= e.allowed}
     names = {"out"} & names or ({*got.tensors} - {"out"} if options else {"dq"} & names)
     given, exact = matrix.inputs(case, spec.dtype), matrix.truth(case, spec.dtype)
@@ -177,8 +174,7 @@ def reproduces(case: Case, spec: Spec, got: Result, errors: list[proof.Deviation
         rows = wide.out.any(3) if name == "out" or not options else ...
         x, want, *others = (of.tensors[name].cpu().double()[rows] for of in (got, wide, exact, low))
         finite = want.isfinite()
-        # Root mean squares: where a program rounds down, a kernel may round up.
-        off, effect, noise = (
+        off, effect, noise = (  # A kernel may round up where a program rounds down
             float((t - want)[finite].nan_to_num(0).square().mean().nan_to_num(0).sqrt())
             for t in (x, *others))
         allowed = max(e.allowed for e in errors if e.name == name and "mean" in e.where)

@@ -1,4 +1,4 @@
-"""Properties besides accuracy: tests that raise AssertionError, and the table of their cases."""
+"""Properties besides accuracy: tests that raise AssertionError, and their cases."""
 
 from __future__ import annotations
 
@@ -27,20 +27,19 @@ def on_cuda(item: Item) -> bool:
     return torch.device(item.device).type == "cuda"
 
 
-HUGE = 3000.0  # finite in float16, as are its products with values of size 1
+HUGE = 3000.0  # finite in float16, times a value too
 
 
 def unseen(item: Item) -> None:
-    """Multiply one position of q, k or v by HUGE: outputs that do not see it keep their bits, and
-    of the others some change. What the first half of the queries does not see has gradient 0 if
-    dout is 0 in the rest."""
+    """HUGE times one position of q, k or v: outputs that do not see it keep their bits, and others
+    change. With dout 0 in the second half, what the first does not see has gradient 0."""
     if item.case.Tk > 2000 and on_cuda(item):  # a kernel may take another path
         item = replace(item, case=replace(item.case, Tq=8193, Tk=8193))
     given, spec, (B, Tq), Tk = item.given, item.spec, item.given.q.shape[:2], item.case.Tk
     seen = mask(Tq, Tk, spec.window, given.segments, given.q.device, None, spec.right)[:, 0]
     seen = seen.expand(B, Tq, Tk)
     own = torch.eye(Tk, device=seen.device).bool()[Tk - Tq :].expand(seen.shape)
-    several = seen.sum(2) > 1  # one key has weight 1, whatever q and k are
+    several = seen.sum(2) > 1  # a single key has weight 1
     before = item.run(given, spec, times=0).out
     places = {0, Tk - Tq + 1, Tk - Tq // 2, Tk - 1} if Tk < 100 else {Tk - 500}
     for at, name in itertools.product(sorted(places & {*range(Tk)}), "qkv"):
@@ -49,7 +48,7 @@ def unseen(item: Item) -> None:
             continue
         louder[:, row] *= HUGE
         free = (own if name == "q" else seen)[:, :, at]
-        for _ in range(3):  # a library may round differently once, under load
+        for _ in range(3):  # libraries may round differently under load
             got = item.run(given._replace(**{name: louder}), spec, times=0).out
             moved = (got != before).flatten(2).any(2)  # (B, Tq)
             if not moved[~free].any():
@@ -70,7 +69,7 @@ def unseen(item: Item) -> None:
 
 
 def weights(item: Item, dropout: float, seed: int = 0) -> Tensor:
-    """P after dropout, (B, Tq, H, Tk): the outputs for columns of the identity as v."""
+    """P after dropout, (B, Tq, H, Tk): outputs for v = identity."""
     given, spec, found = item.given, replace(item.spec, grad=False, dropout=dropout), []
     Tk, D = item.case.Tk, item.case.D
     eye = F.pad(torch.eye(Tk, device=given.v.device, dtype=given.v.dtype), (0, -Tk % D))
@@ -82,13 +81,12 @@ def weights(item: Item, dropout: float, seed: int = 0) -> Tensor:
 
 
 def autocorrelation(x: Tensor) -> Tensor:
-    """Of x with itself, for each shift along all axes."""
-    sizes = [2 * n for n in x.shape]  # as zeros follow, no shift wraps around
+    sizes = [2 * n for n in x.shape]  # zero padding: no shift wraps around
     return torch.fft.irfftn(torch.fft.rfftn(x, sizes).abs().square(), sizes)
 
 
 def rate(item: Item) -> None:
-    """Each entry is dropped at rate p, independent of all others; the rest is divided by 1 - p."""
+    """Each entry is dropped at rate p, independently; the rest is divided by 1 - p."""
     p, B, P = item.spec.dropout, item.case.B, weights(item, 0.0)
     there, eps = P != 0, torch.finfo(P.dtype).eps
     n = math.ceil(40 * (1 - p) / p / B) if B > 1 else 1  # calls: 6 sigma
@@ -106,7 +104,7 @@ def rate(item: Item) -> None:
 
     product = autocorrelation(x)
     pairs = autocorrelation(there.float().expand(x.shape)).clamp(min=0)
-    # Bernstein's inequality: independent products are past this once in a million tests.
+    # Bernstein's inequality: one false alarm in a million tests.
     tail = math.log(1e6 * product.numel())
     most = max(p, 1 - p) ** 2 * tail / 3
     bound = most + (most**2 + 2 * tail * variance**2 * pairs).sqrt() + 1e-6 * total
@@ -119,7 +117,7 @@ def rate(item: Item) -> None:
 
 
 def replay(item: Item) -> None:
-    """One seed gives one mask, forward and backward; two calls have different masks."""
+    """One seed, one mask, forward and backward; another call, another mask."""
     given, spec, p = item.given, item.spec, item.spec.dropout
     kept = weights(item, p, 5) != 0  # (B, Tq, H, Tk)
     require(kept.equal(weights(item, p, 5) != 0), "one seed gives different masks")
@@ -136,7 +134,6 @@ def replay(item: Item) -> None:
 
 
 def empty(item: Item) -> None:
-    """Zeros, if anything."""
     q, k, v, dout, segments, *_ = item.given
     for B, Tq, Tk in ((0, 5, 5), (2, 0, 5), (2, 5, 0)):
         ids = segments if segments is None else segments[:B, :Tk]
@@ -148,15 +145,14 @@ def empty(item: Item) -> None:
 
 
 def some_gradients(item: Item) -> None:
-    """Of each input alone, and of all but it, twice from one graph."""
+    """Gradients of each input alone, and of all but it, twice from one graph."""
     names = ["q", "k", "v", *["sinks"] * item.spec.sinks]
     for wrt in (w for n in (1, len(names) - 1) for w in itertools.combinations(names, n)):
         item.compare(item.run(item.given, item.spec, wrt=wrt, times=2))
 
 
 def again(item: Item) -> None:
-    """Other values in the same memory: no random number is drawn, and the first result stays. On
-    the CPU PyTorch does not know of the change (masks.kept)."""
+    """Other values in the same memory; on the CPU PyTorch does not see the change (masks.kept)."""
 
     def random_states() -> list[Tensor]:
         cuda = [torch.cuda.get_rng_state(item.device)] if on_cuda(item) else []
@@ -193,7 +189,6 @@ def compiled(item: Item) -> None:
 
 
 def same_bits(item: Item) -> None:
-    """On CUDA at a size of many thread blocks."""
     if on_cuda(item):
         item = replace(item, case=replace(item.case, Tq=1024, Tk=1024))
     was, found = torch.are_deterministic_algorithms_enabled(), list[Result]()
@@ -210,7 +205,6 @@ def same_bits(item: Item) -> None:
 
 
 def probed(item: Item) -> None:
-    """In chunks, then by tokens."""
     why = proof.probe(item.backend, item.spec, item.device, item.case.Tk).why
     require(not why, "; ".join(why))
 
@@ -221,8 +215,7 @@ def probed_at_length(item: Item) -> None:
 
 
 def log_sum_exp(item: Item) -> None:
-    """The log-sum-exp (B, H, Tq) joins whole rows to one more key, of score a and value 0: then the
-    truth is that of a sink a."""
+    """Join rows by L (B, H, Tq) to a key of score a and value 0, which is a sink a."""
     kernel = item.backend.partial
     item.compare(run(whole(item.backend), item.given, item.spec))
     joined = replace(item.case, sinks=True, grad=False)
@@ -237,8 +230,7 @@ def log_sum_exp(item: Item) -> None:
     require(masked.equal(L.isneginf()), "L must be -inf in fully masked rows only")
 
 
-# How many --quick runs, title, row of the report, test, texts of its cases.
-Row = tuple[Any, ...]
+Row = tuple[Any, ...]  # cases in --quick, title, row of the report, test, texts
 SIDES = (", window9, packed, both, right5, window9-right5, window9-both, window9-packed,"
          "window9-both-packed, both-packed")
 SOME = ", packed, sinks, both"
@@ -256,8 +248,7 @@ PROPERTIES: list[Row] = [
     (2, "other values in the same memory", "repeated calls", again, "33-gqa", SOME),
     (1, "autocast", "surroundings", autocast, "33-gqa", SOME),
     (1, "inference mode", "surroundings", inference, "33-gqa-inference"),
-    # A mask may repeat in tiles of 128 queries and keys.
-    (2, "dropout rate", "dropout", rate,
+    (2, "dropout rate", "dropout", rate,  # A mask may repeat in tiles of 128 queries and keys
      "16-gqa-B8-D16-dropout.25, 300-B1-D128-dropout.5, 20x128-gqa-B8-D128-dropout.5"),
     (6, "the same mask again", "dropout", replay,
      "9x16-gqa-D16-dropout.25, 16-gqa-B4-D16-dropout.25",
@@ -281,7 +272,6 @@ PROPERTIES: list[Row] = [
 
 def properties(dtype: str, length: int = 0, caps: Sequence[Caps] = (),
                quick: bool = False) -> Iterator[Item]:
-    """All (quick: some of each row), then those at `length` tokens and at the limits of `caps`."""
     rows = [*PROPERTIES]
     if length:
         rows.append((4, f"{length:,} tokens", "long sequences", probed_at_length,

@@ -1,4 +1,4 @@
-"""What repeats a failure: a script for a case, a command for a property."""
+"""A script that repeats a failed case, or a command for a property."""
 
 from __future__ import annotations
 
@@ -40,7 +40,6 @@ print("overwritten:", [name for name, t in tensors.items() if not t.equal(before
 
 
 def script(name: str, item: Item, length: int) -> str:
-    """Code or a command that repeats the failure of an item that ran, of the backend `name`."""
     name = os.path.abspath(name) if os.path.exists(name) else name
     if not item.title:
         return SCRIPT.format(what=f"{item.name}: {'; '.join(item.why)}", folder=FOLDER,

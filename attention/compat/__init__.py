@@ -1,5 +1,4 @@
-"""flash-attn 2.8's functions on any device (docs/ATTENTION.md): functions.py, and rotary.py and
-bert_padding.py as its modules. calls.py chooses the kernel of each call."""
+"""flash-attn 2.8's functions on any device (docs/ATTENTION.md)."""
 
 from __future__ import annotations
 
@@ -12,8 +11,7 @@ from . import bert_padding, functions, rotary
 
 
 def as_flash_attn() -> None:
-    """Let a program's later `import flash_attn` find these functions until the process ends. Raises
-    ImportError: flash-attn is installed."""
+    """Let `import flash_attn` find these functions. Raises ImportError: flash-attn is installed."""
     known = sys.modules.get("flash_attn")
     if getattr(known, "flash_attn_func", None) is functions.flash_attn_func:
         return
@@ -28,7 +26,7 @@ def as_flash_attn() -> None:
             "flash_attn.ops.triton.rotary": rotary}
     for name, content in packages.items():
         made[name] = ModuleType(name, "nanoattn's functions under flash-attn's name.")
-        # A spec without a loader: find_spec() works, and import_version() finds nothing installed.
+        # Without a loader find_spec() works, and import_version() finds nothing.
         spec = ModuleSpec(name, None, is_package=True)
         vars(made[name]).update(content, __path__=[], __spec__=spec)
     sys.modules.update(made)

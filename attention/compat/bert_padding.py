@@ -1,4 +1,4 @@
-"""flash_attn.bert_padding: from a padded batch to the layout of the varlen functions, and back."""
+"""flash_attn.bert_padding: a padded batch to the layout of the varlen functions, and back."""
 
 from __future__ import annotations
 
@@ -10,21 +10,20 @@ from .calls import wrong
 
 
 def index_first_axis(x: Tensor, indices: Tensor) -> Tensor:
-    """The rows (n, ...) of x (rows, ...) at indices (n,) int64."""
+    """Rows (n, ...) of x (rows, ...) at indices (n,) int64."""
     return x.index_select(0, indices)
 
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
-    """Zeros (first_axis_dim, ...) with values (n, ...) in the rows of indices (n,) int64."""
+    """Zeros (first_axis_dim, ...) with values (n, ...) at indices (n,) int64."""
     return values.new_zeros(first_axis_dim, *values.shape[1:]).index_copy(0, indices, values)
 
 
 def unpad_input(hidden_states: Tensor, attention_mask: Tensor,
                 unused_mask: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """Remove the padding of hidden_states (B, T, ...); the host waits. attention_mask (B, T), bool
-    or integers, is 1 for tokens; unused_mask (B, T) is 1 for places that are kept but hold no
-    token. Returns the kept rows (total, ...), their indices (total,) int64, cu_seqlens (B + 1,)
-    int32, the longest length, and each sequence's tokens (B,) int32."""
+    """Rows (total, ...) of hidden_states (B, T, ...) without padding, their indices (total,) int64,
+    cu_seqlens (B + 1,) int32, the longest length, and token counts (B,) int32; the host waits.
+    attention_mask (B, T): 1 for tokens; unused_mask (B, T): 1 for kept places without one."""
     spare = torch.zeros_like(attention_mask) if unused_mask is None else unused_mask
     kept = attention_mask.int() + spare.int()
     for name, mask in (("attention_mask", attention_mask), ("unused_mask", spare)):
@@ -40,6 +39,6 @@ def unpad_input(hidden_states: Tensor, attention_mask: Tensor,
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """(batch, seqlen, ...) from the rows of unpad_input(), with zeros as padding."""
+    """(batch, seqlen, ...) from the rows of unpad_input(), zero-padded."""
     out = index_put_first_axis(hidden_states, indices, batch * seqlen)
     return out.unflatten(0, (batch, seqlen))

@@ -1,5 +1,5 @@
-"""The arguments of flash-attn's functions, the kernel of each call, and what ran since use(). Rows
-that see no key give zeros, and a log-sum-exp of -inf, where flash-attn has inf."""
+"""Arguments and kernels of flash-attn's calls. Fully masked rows have L = -inf (flash-attn:
+inf)."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from ..spec import DTYPES, NO_LIMIT, Policy, Spec
 HINTS = ("max_seqlen_q", "num_splits", "pack_gqa", "scheduler_metadata", "sm_margin")  # not read
 REFUSED = ("attention_chunk", "qv", "q_descale", "k_descale", "v_descale", "cu_seqlens_q",
            "cu_seqlens_k_new")
-Returned = Any  # out; with the log-sum-exp (out, L), or (out, L, None)
-Layouts = tuple[Tensor | None, str]  # a tensor and the names of its sizes, "B T H D"
-# The fields of a Spec; a plain tuple, since torch.compile traces how it is made.
+Returned = Any  # out, (out, L), or (out, L, None)
+Layouts = tuple[Tensor | None, str]  # a tensor and its sizes, "B T H D"
+# A plain tuple: torch.compile traces how it is made.
 Request = namedtuple("Request", "n_head n_kv_head head_dim dtype window dropout segments grad "
                      "cache compiled page_size scale softcap sinks lse right alibi")
 _spec = lru_cache(maxsize=4096)(Spec)
 # [True]: of dropout with the log-sum-exp
 _plans = {seeded: Plans("auto") for seeded in (False, True)}
-_traced = SimpleNamespace()  # kernels of traced calls, by the call's repr
-_ran: defaultdict[Key, tuple[Any, int]] = defaultdict(lambda: (None, 0))  # choice or error, calls
+_traced = SimpleNamespace()  # by repr of the call
+_ran: defaultdict[Key, tuple[Any, int]] = defaultdict(lambda: (None, 0))  # choice or error, count
 
 
 def wrong(name: str, expected: str, got: object) -> NoReturn:
@@ -45,12 +45,10 @@ def wrong(name: str, expected: str, got: object) -> NoReturn:
 
 
 def match(sizes: dict[str, int], on: object, dtypes: tuple[str, ...], **tensors: Layouts) -> None:
-    """Raise ValueError unless each tensor has its layout, one of the dtypes, and is `on` this
-    device."""
     for name, (t, layout) in tensors.items():
         if t is not None:
             axes, shape = layout.split(), getattr(t, "shape", ())
-            same = len(axes) == len(shape)  # then the sizes that are not known are its own
+            same = len(axes) == len(shape)  # then unknown sizes are its own
             want = map(sizes.setdefault, axes, shape) if same else (sizes.get(a, -1) for a in axes)
             must_be(name, t, tuple(want), on, dtypes)
 
@@ -59,7 +57,6 @@ def requested(sizes: dict[str, int], q: Tensor, layout: str, tensors: dict[str, 
               dropout: Any, scale: Any, causal: bool, window: Any, softcap: Any,
               slopes: Tensor | None, lse: bool, others: dict[str, object],
               deterministic: bool = False) -> Request:
-    """The options that all functions share. `tensors`: k, v and others of q's dtype."""
     for name, value in others.items():
         if name not in REFUSED and name not in HINTS:
             raise TypeError(f"unexpected keyword argument {name!r}")
@@ -80,7 +77,7 @@ def requested(sizes: dict[str, int], q: Tensor, layout: str, tensors: dict[str, 
         match(sizes, q.device, ("float32",), alibi_slopes=(slopes, axes))
         if slopes.requires_grad:
             raise ValueError("alibi_slopes must not require gradients: they get none")
-    try:  # NumPy's integers and tensors too
+    try:  # also NumPy's integers and tensors
         first, last = (n if isinstance(n, int) else operator.index(n) for n in window)
     except (TypeError, ValueError):
         raise TypeError(f"window_size must be two integers, got {window!r}") from None
@@ -95,7 +92,6 @@ def requested(sizes: dict[str, int], q: Tensor, layout: str, tensors: dict[str, 
 
 
 def number(name: str, value: Any) -> float:
-    """A float, also of NumPy's or a tensor; in a trace a constant."""
     try:
         value = float(value)
     except (TypeError, ValueError, RuntimeError):  # the last of a tensor of several
@@ -120,7 +116,7 @@ def _read(t: Tensor) -> list[int]:
 
 def lengths_of(name: str, cu_seqlens: Tensor, total: int | None,
                used: Tensor | None = None) -> tuple[list[int], list[int]]:
-    """The lengths of sequences, and the first tokens of each that are used."""
+    """Lengths of sequences, and how many first tokens of each are used."""
     ends = _read(cu_seqlens)
     if ends[:1] != [0] or sorted(ends) != ends or total not in (None, ends[-1]):
         wrong(name, f"ascending from 0 to the number of tokens ({total})", ends)
@@ -133,8 +129,7 @@ def lengths_of(name: str, cu_seqlens: Tensor, total: int | None,
 
 def seen(name: str, table: Tensor, pages: Tensor, Tq: Sequence[int], Tk: Sequence[int],
          window: int | None) -> list[tuple[Tensor, int]]:
-    """Of each row of a table its pages from the first one that its queries see (earlier ones may be
-    absent, -1), and their tokens."""
+    """Each row's visible pages (earlier ones may be absent, -1), and their number of tokens."""
     n_pages, size = pages.shape[:2]
     columns = -(-max(Tk, default=0) // size)
     if columns > table.shape[1]:
@@ -152,14 +147,12 @@ def seen(name: str, table: Tensor, pages: Tensor, Tq: Sequence[int], Tk: Sequenc
 
 
 def tokens(pages: Tensor, rows: list[tuple[Tensor, int]], starts: Sequence[int]) -> list[Tensor]:
-    """The tokens (n, Hkv, D) of rows of pages (pages, page_size, Hkv, D)."""
+    """Tokens (n, Hkv, D) of each row of pages (pages, page_size, Hkv, D)."""
     texts = (pages[used[0]] if len(used) == 1 else pages[used].flatten(0, 1) for used, _ in rows)
     return [text[a:n] for text, (_, n), a in zip(texts, rows, starts)]
 
 
 class Choice(NamedTuple):
-    """Prints what select() prints for a plain call."""
-
     backend: str
     policy: Policy
 
@@ -173,7 +166,7 @@ class Choice(NamedTuple):
 
 
 def use(backend: str = "auto", policy: Policy = Policy()) -> Choice:
-    """Choose the backend of all later calls: a name, an alias, "auto", "fastest" or a file."""
+    """Set the backend of later calls: a name, an alias, "auto", "fastest" or a file."""
     check_name(backend)
     _plans.update({seeded: Plans(backend, policy) for seeded in _plans})
     _ran.clear()
@@ -182,7 +175,7 @@ def use(backend: str = "auto", policy: Policy = Policy()) -> Choice:
 
 
 def report() -> str:
-    """Each kind of call since use(): the kernel that ran, how often, and what was refused."""
+    """List the kinds of calls since use(): kernel, number of calls, refusals."""
     known: Any = _plans[False].known
     found = [(key, f"{n} call{'s' * (n > 1)}", chosen) for key, (chosen, n) in _ran.items() if n]
     found += [(key, "traced, calls not counted", plan[0].chosen) for key, plan in known.items()
@@ -192,14 +185,14 @@ def report() -> str:
 
 
 def kernel(q: Tensor, Tk: int, request: Request, dry: bool = False) -> tuple[Backend, Spec]:
-    """The kernel and the Spec of a call of q (B, Tq, H, D) with Tk keys; `dry`: it may not run."""
+    """Kernel and Spec for q (B, Tq, H, D) and Tk keys; `dry`: the call is not counted."""
     (B, Tq), device = q.shape[:2], str(q.device)
     if request.cache != "paged" and (request.window or 0) >= Tk:
         request = request._replace(window=None)
     if request.right != 0:
         far = request.right is None or request.right >= Tq - 1
         request = request._replace(right=0 if Tq == 1 else None if far else request.right)
-    if request.compiled or type(Tq) is not int:  # sizes may be a tracer's
+    if request.compiled or type(Tq) is not int:
         other = bool, float, str, type(None)
         request = Request(*(n if isinstance(n, other) else operator.index(n) for n in request))
     seeded = bool(request.dropout and request.lse)
@@ -229,7 +222,7 @@ def kernel(q: Tensor, Tk: int, request: Request, dry: bool = False) -> tuple[Bac
 
 @outside_a_trace
 def _choose_in_trace(*call: Any) -> str:
-    """The name in _traced: a trace sees new attributes of an object, but not new keys of a dict."""
+    """A name in _traced: a trace sees new attributes, but no new keys of a dict."""
     plans = _plans[False]
     plans.choose_in_trace(*call)
     name = "of_" + repr(call).encode().hex()  # without dots
@@ -239,7 +232,7 @@ def _choose_in_trace(*call: Any) -> str:
 
 def dense(q: Tensor, k: Tensor, v: Tensor, request: Request, slopes: Tensor | None,
           segments: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """out (B, Tq, H, D), and the log-sum-exp (B, H, Tq) float32 if requested."""
+    """out (B, Tq, H, D), and any L (B, H, Tq) float32."""
     if not (q.numel() and k.numel()):
         out, L = nothing(q, k, v, None, lse=True)
         return out, L.float() if request.lse else None
@@ -256,8 +249,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, request: Request, slopes: Tensor | No
 
 def texts(qs: Sequence[Tensor], ks: Sequence[Tensor], vs: Sequence[Tensor], request: Request,
           slopes: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:
-    """out (Tq, H, D) and any log-sum-exp (H, Tq) of each text. Texts of one length are a batch: NaN
-    in one reaches no other."""
+    """Compute out (Tq, H, D) and any L (H, Tq) of each text; those of one length are a batch."""
     alike: dict[tuple[int, int], list[int]] = {}
     for i, (q, k) in enumerate(zip(qs, ks)):
         alike.setdefault((len(q), len(k)), []).append(i)

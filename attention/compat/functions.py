@@ -1,7 +1,6 @@
 """flash_attn_func, flash_attn_varlen_func, their packed forms, and flash_attn_with_kvcache.
 
-Sequences of different lengths are segments of one call, if a CUDA kernel reads each by itself, else
-one call for each length."""
+Sequences of several lengths are segments if a CUDA kernel reads each separately."""
 
 from __future__ import annotations
 
@@ -25,13 +24,13 @@ def flash_attn_func(
     alibi_slopes: Tensor | None = None, deterministic: bool = False,
     return_attn_probs: bool = False, *, return_softmax_lse: bool = False, **fa3: object,
 ) -> Returned:
-    """Attention: q (B, Tq, H, D), k and v (B, Tk, Hkv, D) -> (B, Tq, H, D).
+    """q (B, Tq, H, D), k and v (B, Tk, Hkv, D) -> (B, Tq, H, D).
 
-    window_size (left, right): query i sees keys i - left + Tk - Tq to i + right + Tk - Tq; -1 is no
-    limit, causal right=0. alibi_slopes: (H,) or (B, H) float32. deterministic: on CUDA it needs
-    torch.use_deterministic_algorithms(True). return_attn_probs: (out, L, None), the log-sum-exp (B,
-    H, Tq) float32; return_softmax_lse, as FlashAttention-3: (out, L). Raises ValueError: arguments
-    are not supported or contradict one another."""
+    window_size (left, right): query i sees keys i - left + Tk - Tq to i + right + Tk - Tq; -1: no
+    limit; causal: right=0. alibi_slopes: (H,) or (B, H) float32. deterministic needs
+    torch.use_deterministic_algorithms(True) on CUDA. return_attn_probs: (out, L, None), with the
+    log-sum-exp (B, H, Tq) float32; return_softmax_lse, as FlashAttention-3: (out, L). Raises
+    ValueError: arguments are not supported or contradict one another."""
     request = requested(
         {}, q, "B Tq H D", {"k": (k, "B Tk Hkv D"), "v": (v, "B Tk Hkv D")}, dropout_p,
         softmax_scale, causal, window_size, softcap, alibi_slopes,
@@ -48,12 +47,11 @@ def flash_attn_varlen_func(
     seqused_q: Tensor | None = None, seqused_k: Tensor | None = None,
     return_softmax_lse: bool = False, **fa3: object,
 ) -> Returned:
-    """Attention of N sequences, one after the other: out (total_q, H, D), L (H, total_q).
+    """N concatenated sequences: out (total_q, H, D), L (H, total_q).
 
-    q is (total_q, H, D), k and v (total_k, Hkv, D), or with block_table (N, pages of the longest)
-    int32 pages (pages, page_size, Hkv, D). cu_seqlens_q, cu_seqlens_k: (N + 1,) int32 or int64:
-    where each begins, and the total. seqused_q, seqused_k: (N,) int32: tokens of each that count;
-    other queries get zeros."""
+    q (total_q, H, D), k and v (total_k, Hkv, D), or with block_table (N, pages of the longest)
+    int32 pages (pages, page_size, Hkv, D). cu_seqlens_q, cu_seqlens_k (N + 1,) int32 or int64:
+    starts, and the total. seqused_q, seqused_k (N,) int32: used tokens; other queries get zeros."""
     layout = "total_k Hkv D" if block_table is None else "pages page_size Hkv D"
     sizes = {"ends": cu_seqlens_q.shape[0], "B": cu_seqlens_q.shape[0] - 1}
     request = requested(
@@ -82,7 +80,7 @@ def flash_attn_varlen_func(
     else:
         rows = calls.seen("block_table", block_table, k, used_q, used_k, request.window)
         ks, vs = (calls.tokens(t, rows, [0] * len(rows)) for t in (k, v))
-    if seqused_q is not None:  # queries that are not used are texts of their own, without keys
+    if seqused_q is not None:  # unused queries are texts without keys
         lengths_q = [n for used, length in zip(used_q, lengths_q) for n in (used, length - used)]
         ks, vs = ([part for text in ts for part in (text, text[:0])] for ts in (ks, vs))
         if alibi_slopes is not None and alibi_slopes.dim() == 2:
@@ -94,14 +92,12 @@ def flash_attn_varlen_func(
 
 @kept
 def _segments(cu_seqlens: Tensor, total: int) -> Tensor:
-    """(1, total) int32: the number of each token's sequence."""
+    """(1, total) int32: each token's sequence."""
     numbers = torch.arange(cu_seqlens.shape[0] - 1, device=cu_seqlens.device, dtype=torch.int32)
     return numbers.repeat_interleave(cu_seqlens.diff(), output_size=total)[None]
 
 
 def _options_of(function: Callable[..., Returned]) -> Callable[..., Any]:
-    """Show in a packed function's signature the options that it passes on to `function`."""
-
     def show(packed: Any) -> Any:
         shown = signature(packed)
         own = [p for p in shown.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
@@ -165,12 +161,12 @@ def flash_attn_with_kvcache(
         k, v: (B, T_new, Hkv, D), new tokens.
         rotary_cos, rotary_sin: (positions, R): row cache_seqlens (or rotary_seqlens (B,)) + n
             rotates the n-th new key, and query if causal or windowed (else that of n = 0).
-        cache_seqlens: tokens of each row before this call, (B,) int32 or one number; None: S.
-        cache_batch_idx: (B,) the cache's row of each row of q.
-        cache_leftpad: (B,) the first slot that is read; cache_seqlens counts from 0.
+        cache_seqlens: tokens before this call, (B,) int32 or one number; None: S.
+        cache_batch_idx: (B,) cache row of each row of q.
+        cache_leftpad: (B,) first slot that is read; cache_seqlens counts from 0.
         block_table: (B, pages of the longest) int32 (page_table in FlashAttention-3).
-    Returns out (B, Tq, H, D), with return_softmax_lse also the log-sum-exp (B, H, Tq) float32.
-    After a ValueError the cache is as it was."""
+    Returns out (B, Tq, H, D), with return_softmax_lse also the log-sum-exp (B, H, Tq) float32. A
+    ValueError leaves the cache unchanged."""
     table = page_table if block_table is None else block_table
     paged = table is not None
     sizes: dict[str, int] = {}
@@ -188,7 +184,7 @@ def flash_attn_with_kvcache(
         raise ValueError("k and v, the new tokens, are passed together")
     if paged and (cache_seqlens is None or not cache_batch_idx is cache_leftpad is None):
         raise ValueError("block_table needs cache_seqlens, not cache_batch_idx or cache_leftpad")
-    if table is None:  # each row of the cache is a page
+    if table is None:  # a page is a row
         rows = torch.arange(B, device=q.device) if cache_batch_idx is None else cache_batch_idx
         table = rows[:, None]
         if cache_batch_idx is None and sizes["rows"] < B:
@@ -218,8 +214,7 @@ def flash_attn_with_kvcache(
         q = rotate(q, rotary_cos, rotary_sin, of_q, rotary_interleaved)
         k = rotate(k, rotary_cos, rotary_sin, at[:, :n_new], rotary_interleaved)
 
-    # The kernel is chosen before anything is written: it may be refused.
-    by_row = wait or not (paged or q.is_cuda)
+    by_row = wait or not (paged or q.is_cuda)  # A refusal must come before the cache is written
     ends = total.tolist() if by_row and lengths is None else [n + n_new for n in lengths or ()]
     even = not paged and cache_batch_idx is None and len({*zip(starts, ends)}) < 2
     used = []
@@ -259,7 +254,6 @@ def flash_attn_with_kvcache(
         k_cache, v_cache = k_cache[these], v_cache[these]
     slopes = {} if alibi_slopes is None else {"alibi_slopes": alibi_slopes}
     out = backend.compute(q, k_cache, v_cache, spec, cache=view, **slopes)
-    # Queries before every key.
-    ahead = Tq if request.right is None else request.right
+    ahead = Tq if request.right is None else request.right  # queries before every key
     blind = start[:, None] + torch.arange(Tq, device=q.device) + ahead < 0
     return out.masked_fill((blind | (total == 0)[:, None])[..., None, None], 0)

@@ -3,7 +3,7 @@
 
     (x_a, x_b) -> (x_a cos - x_b sin, x_a sin + x_b cos)    a, b = n, n + R, or 2 n, 2 n + 1
 
-In place is past autograd, as in flash-attn: the gradient goes through the returned tensor alone."""
+In place bypasses autograd, as in flash-attn: only the returned tensor has a gradient."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from .calls import lengths_of, match, wrong
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, at: Tensor, interleaved: bool) -> Tensor:
-    """x (..., T, H, D), its first 2 R dimensions rotated by the rows `at` (T,) or (..., T) of cos
-    and sin (n, R), in float32 or better."""
+    """Rotate 2 R dimensions of x (..., T, H, D) by rows `at` of cos and sin (n, R)."""
     sizes: dict[str, int] = {}
     match(sizes, x.device, DTYPES, rotary_cos=(cos, "n R"), rotary_sin=(sin, "n R"))
     n, R = sizes.values()
@@ -38,7 +37,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, at: Tensor, interleaved: bool) -
 
 
 def positions(x: Tensor, seqlen_offsets: int | Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-    """Of the tokens of x: (T,) or (B, T); with cu_seqlens (B + 1,) (total,)."""
+    """Positions (T,) or (B, T) of the tokens of x; with cu_seqlens (B + 1,) (total,)."""
     at = torch.arange(x.shape[-3], device=x.device)
     B, row = x.shape[0], None
     if cu_seqlens is not None:
@@ -62,7 +61,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, seqlen_offsets: int | Tens
                  cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
                  interleaved: bool = False, inplace: bool = False,
                  conjugate: bool = False) -> Tensor:
-    """apply_rotary_emb(); conjugate: backwards."""
+    """As apply_rotary_emb(); conjugate: backwards."""
     at = positions(x, seqlen_offsets, cu_seqlens)
     new = rotate(x, cos, -sin if conjugate else sin, at, interleaved)
     return in_place(x, new) if inplace else new
@@ -71,9 +70,8 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, seqlen_offsets: int | Tens
 def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False,
                      inplace: bool = False, seqlen_offsets: int | Tensor = 0,
                      cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
-    """x (B, T, H, D), or with cu_seqlens (B + 1,) int32 (total, H, D), rotated. cos, sin:
-    (positions, R), R at most D / 2. seqlen_offsets: first positions, one number or (B,). max_seqlen
-    is not read."""
+    """Rotate x (B, T, H, D), or with cu_seqlens (B + 1,) int32 (total, H, D). cos, sin: (positions,
+    R), R at most D / 2. seqlen_offsets: first positions, one or (B,). max_seqlen is not read."""
     return apply_rotary(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen, interleaved, inplace)
 
 
@@ -103,8 +101,7 @@ def apply_rotary_emb_kv_(kv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
 
 
 class RotaryEmbedding(torch.nn.Module):
-    """dim: 2 R. scale_base: xPos (Sun et al. 2022, arXiv 2212.10554). pos_idx_in_fp32 is not
-    read."""
+    """dim: 2 R. scale_base: xPos (Sun et al. 2022, arXiv 2212.10554). pos_idx_in_fp32 is unused."""
 
     inv_freq: Tensor
 
@@ -120,7 +117,7 @@ class RotaryEmbedding(torch.nn.Module):
         scale = None if scale_base is None else self._compute_scale(device)
         self.register_buffer("inv_freq", self._compute_inv_freq(device), persistent=False)
         self.register_buffer("scale", scale, persistent=False)
-        self._seq_len_cached = 0  # these five are written by subclasses too
+        self._seq_len_cached = 0  # subclasses write these five
         self._cos_cached: Any = None
         self._sin_cached: Any = None
         self._cos_k_cached: Any = None
@@ -143,7 +140,7 @@ class RotaryEmbedding(torch.nn.Module):
             if not stale and (cos.device, cos.dtype) == (device, dtype):
                 return
         self._seq_len_cached = seqlen
-        cast = self.inv_freq.dtype != torch.float32  # with the model: too rough
+        cast = self.inv_freq.dtype != torch.float32  # the model was cast: too rough
         t = torch.arange(seqlen, device=device, dtype=torch.float32)
         angles = torch.outer(t, self._compute_inv_freq(device) if cast else self.inv_freq)
         scale = torch.ones_like(angles)
@@ -157,8 +154,7 @@ class RotaryEmbedding(torch.nn.Module):
     def forward(self, qkv: Tensor, kv: Tensor | None = None, seqlen_offset: int | Tensor = 0,
                 max_seqlen: int | None = None,
                 num_heads_q: int | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """Rotate in place and return qkv, or q (B, T, H, D) and kv (B, T, 2, Hkv, D). max_seqlen:
-        the tables' length for seqlen_offset (B,)."""
+        """Rotate qkv, or q and kv (B, T, 2, Hkv, D), in place. max_seqlen: length of the tables."""
         if max_seqlen is not None:
             self._update_cos_sin_cache(max_seqlen, qkv.device, qkv.dtype)
         elif not isinstance(seqlen_offset, Tensor):

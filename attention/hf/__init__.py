@@ -1,7 +1,7 @@
 """Every backend here as an attention implementation of `transformers` (docs/HF.md).
 
-transformers calls `_mask` once a forward pass for each kind of layer, which proves what its mask is
-(mask.py), and `_attend` in each layer."""
+transformers calls `_mask` once a forward pass and kind of layer, and `_attend` in each layer.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +28,8 @@ from ..spec import Policy, Spec
 from .mask import Mask, Proof, prove
 
 PREFIX = "nanoattn:"
-# transformers takes names with these words for its own.
-RESERVED = ("sdpa", "flash", "flex_attention", "eager")
-# They do not change attention.
+RESERVED = ("sdpa", "flash", "flex_attention", "eager")  # words that transformers claims
+# These do not change attention.
 IGNORED = {"cache_position", "use_cache", "output_hidden_states", "return_dict",
            "output_router_logits", "num_items_in_batch", "deterministic"}
 
@@ -44,14 +43,13 @@ def implementation(name: str) -> str:
 
 
 def names() -> dict[str, str]:
-    """The attn_implementation of every backend, rule and registered file, by name."""
     return {name: implementation(name) for name in (*RULES, *BACKENDS, *_made)}
 
 
 def register(extra: Iterable[str] = (), policy: Policy = Policy()) -> None:
-    """Make every backend and rule an attention implementation, and the `extra` names for
-    attention.get(), whose files are run here; again to replace the policy. Raises ImportError:
-    transformers is older than 4.53; ValueError: two names give one attn_implementation."""
+    """Make backends, rules and `extra` names (files are run) attention implementations; again to
+    replace the policy. Raises ImportError: transformers is older than 4.53; ValueError: two names
+    give one attn_implementation."""
     global _policy
     _policy, known = policy, [*RULES, *BACKENDS, *extra, *_made]
     _made.clear()
@@ -76,7 +74,7 @@ def _add(name: str) -> str:
 
 
 def _ours(requested: str) -> str:
-    """The attn_implementation that a name in any case means, else ValueError."""
+    """The attn_implementation of a name. Raises ValueError: unknown name."""
     known = {key.lower(): key for key in _made.values()}
     if found := known.get(requested.lower()):
         return found
@@ -91,8 +89,7 @@ def _ours(requested: str) -> str:
 
 @cache
 def _find_when_named() -> None:
-    """Make transformers 5 take our names in any case, and other people's ("nanoattn:file.py"), but
-    not from a config.json that was read."""
+    """Let transformers 5 take our names in any case, and files, but not from a config.json."""
     from transformers import PretrainedConfig, PreTrainedModel
 
     model: Any = PreTrainedModel
@@ -131,11 +128,11 @@ def _drop_code(config: dict[str, Any]) -> None:
 
 
 def _mask(name: str, sdpa_mask: Callable[..., Tensor | None], **options: Any) -> Mask:
-    """transformers' mask for SDPA, proved. It builds none that is causal, or hides nothing."""
+    """transformers' mask for SDPA, proved; it makes none that is causal or hides nothing."""
     B, Tk, window = options["batch_size"], options["kv_length"], options.get("local_size")
     Tq = options["q_length"] if "q_length" in options else len(options["cache_position"])
     causal = "allow_is_bidirectional_skip" not in options
-    # With one query, no mask would mean all keys, also a static cache's free places.
+    # With one query, no mask means all keys, even free places.
     skip = options.pop("allow_is_causal_skip", True) and Tq > 1
     seen = sdpa_mask(**options, allow_is_causal_skip=skip)
     proof = Proof(Tq, Tq, window) if causal else Proof(Tq, Tk, right=None)
@@ -162,13 +159,12 @@ def _tokens(Tq: int, *, attention_mask: Tensor | None = None, cache_position: Te
 
 @kept
 def _proved(mask: Tensor, window: int | None, Tq: int) -> Proof:
-    one_row = mask.dim() == 4 and mask.shape[2] == 1  # for all queries, as LayoutLM's
+    one_row = mask.dim() == 4 and mask.shape[2] == 1  # as LayoutLM's
     return prove(mask.expand(-1, -1, Tq, -1) if one_row else mask, window)
 
 
 def _proof(mask: Tensor | None, window: int | None, is_causal: bool | None,
            Tq: int, Tk: int) -> Proof:
-    """Of a layer's mask, from _mask() or a caller's 4-D mask."""
     if mask is None:
         if is_causal is None or (is_causal and Tq != Tk):
             raise ValueError(f"{Tq} queries and {Tk} keys without a mask, is_causal={is_causal}")
@@ -187,7 +183,7 @@ def _proof(mask: Tensor | None, window: int | None, is_causal: bool | None,
 
 
 def _check_packing(position_ids: Tensor, proof: Proof, mask: Tensor | None) -> None:
-    """Raise ValueError if position_ids, (B or 1, Tq), restart where the mask joins two texts."""
+    """Raise ValueError if position_ids (B or 1, Tq) restart where the mask joins texts."""
     if symbolic(position_ids) or (isinstance(mask, Mask) and mask.checked is position_ids):
         return
     begins = position_ids[:, 1:] <= position_ids[:, :-1]
@@ -200,7 +196,7 @@ def _check_packing(position_ids: Tensor, proof: Proof, mask: Tensor | None) -> N
         mask.checked = position_ids
 
 
-# of each layer, by Spec, requested name and kernel: how many
+# layer -> (Spec, requested name, kernel) -> calls
 _Calls = dict[tuple[object, ...], tuple[Spec, Resolution, int]]
 _calls: WeakKeyDictionary[torch.nn.Module, _Calls] = WeakKeyDictionary()
 
@@ -212,8 +208,7 @@ def _attend(plans: Plans, module: torch.nn.Module, query: Tensor, key: Tensor, v
             output_attentions: bool | None = None, position_ids: Tensor | None = None,
             **others: object) -> tuple[Tensor, Tensor | None]:
     """As AttentionInterface calls it: query (B, H, Tq, D), key and value (B, Hkv, Tk, D), s_aux
-    (H,) give (B, Tq, H, D), and with output_attentions the weights (B, H, Tq, Tk). Raises
-    BackendUnavailable: an argument is not supported."""
+    (H,) -> (B, Tq, H, D), and any weights (B, H, Tq, Tk). Raises BackendUnavailable."""
     (B, H, Tq, D), (_, Hkv, Tk, _) = query.shape, key.shape
     try:
         if unknown := [n for n, x in others.items() if x is not None and n not in IGNORED]:
@@ -254,7 +249,7 @@ def _attend(plans: Plans, module: torch.nn.Module, query: Tensor, key: Tensor, v
         options["segments"] = proof.segments.to(query.device).expand(B, -1)
     if output_attentions:
         warn(f"output_attentions=True stores {Tq} x {Tk} attention weights a head", stacklevel=2)
-    runs = proof.runs or (([], slice(0, proof.end)),)  # a static cache is longer than its contents
+    runs = proof.runs or (([], slice(0, proof.end)),)  # a static cache has free places
     outs, Ps = [], []
     for rows, J in runs:
         tensors = (t.transpose(1, 2) for t in (query, key[:, :, J], value[:, :, J]))
@@ -271,14 +266,14 @@ def _attend(plans: Plans, module: torch.nn.Module, query: Tensor, key: Tensor, v
 
 class Layer(NamedTuple):
     name: str  # "model.layers.0.self_attn"
-    ran: tuple[tuple[Spec, Resolution, int], ...]  # and how often
+    ran: tuple[tuple[Spec, Resolution, int], ...]  # and how many times
 
     def lines(self) -> tuple[str, ...]:
         found = []
         for spec, chosen, n in self.ran:
             kernels = ", ".join(chosen.kernels) or "plain operators"
             lost = "".join(f"; {n} refused: {'; '.join(w)}" for n, w in chosen.rejected.items())
-            options, _, _ = str(spec).rpartition(", ")  # less training or inference
+            options, _, _ = str(spec).rpartition(", ")
             found.append(f"{chosen.backend.name} (kernel: {kernels}), {n} call{'s' * (n > 1)}, "
                          f"{options}, gradients {'on' if spec.grad else 'off'}{lost}")
         return tuple(found) or ("NOT CALLED",)
@@ -301,8 +296,7 @@ class Report(tuple[Layer, ...]):
 
 
 def report(model: torch.nn.Module) -> Report:
-    """The kernel that each attention layer ran, as the profiler named it. Raises RuntimeError if
-    none ran: the model was not called, or computes its attention itself."""
+    """The kernels of each attention layer, by the profiler. Raises RuntimeError: none ran."""
     modules = {n: m for n, m in model.named_modules()
                if m in _calls or "Attention" in type(m).__name__}
     inner = [n for n in modules if not any(other.startswith(f"{n}.") for other in modules)]

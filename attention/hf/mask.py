@@ -1,5 +1,4 @@
-"""A mask (B, 1, Tq, Tk) of `transformers` as a window, `right` and segments. It is rebuilt by
-visible() and compared in every entry; any other mask is refused."""
+"""A mask of `transformers` as window, `right` and segments, which visible() must reproduce."""
 
 from __future__ import annotations
 
@@ -17,30 +16,26 @@ from ..masks import mask as visible_mask
 
 @dataclass(frozen=True)
 class Proof:
-    """A mask as window, `right` and segments over the first `end` keys; later ones, the free places
-    of a static cache, are visible to no query."""
+    """Window, `right` and segments over the first `end` keys; free places after them are masked."""
 
     queries: int
     end: int
     window: int | None = None
-    segments: Tensor | None = None  # (B, end) int32, padding included
+    segments: Tensor | None = None  # (B, end) int32, with padding
     texts: Tensor | None = None  # (B, end) int32, 0 for padding; None: one text
     right: int | None = 0
-    # rows of the batch, and the keys that all their queries see
-    runs: tuple[tuple[list[int], slice], ...] = ()
+    runs: tuple[tuple[list[int], slice], ...] = ()  # rows, and the keys that all their queries see
 
     def effective(self, window: int | None) -> int | None:
-        """None if the window masks nothing."""
         return window if window is not None and window < self.end else None
 
 
 class Mask(Tensor):
-    """A proved mask (B, 1, Tq, Tk) without entries. Computing with it raises: such a model does not
-    call its attention implementation."""
+    """A proved mask (B, 1, Tq, Tk) without entries. Computing with it raises."""
 
     proof: Proof
     implementation = "nanoattn"  # attn_implementation
-    checked: Tensor | None = None  # position_ids that fit it
+    checked: Tensor | None = None
 
     @staticmethod
     def of(proof: Proof, implementation: str, shape: tuple[int, ...]) -> Mask:
@@ -53,7 +48,7 @@ class Mask(Tensor):
                            args: Sequence[Any] = (),
                            kwargs: dict[str, object] | None = None) -> object:
         called, operands = getattr(func, "__name__", ""), (*args, *(kwargs or {}).values())
-        # Writes: fill_, __setitem__, __ior__, but not __invert__.
+        # fill_, __setitem__, __ior__, but not __invert__.
         writes = called == "__setitem__" or (called.startswith("__i") and len(operands) > 1)
         writes |= called.endswith("_") and not called.endswith("__")
         if writes or any(isinstance(x, Tensor) and not isinstance(x, Mask) for x in operands):
@@ -61,7 +56,7 @@ class Mask(Tensor):
             text = f"it computes with the mask itself ({called or func})"
             raise BackendUnavailable(f"this model does not call {name!r}: {text}")
         out = super().__torch_function__(func, types, args, kwargs)
-        # Copies, as generate() makes, keep their proof.
+        # Copies, by generate(), keep their proof.
         if isinstance(out, Mask) and called in ("to", "detach", "contiguous", "clone"):
             segments = args[0].proof.segments
             segments = None if segments is None else segments.to(out.device)
@@ -73,11 +68,12 @@ class Mask(Tensor):
 def prove(mask: Tensor, window: int | None = None, real: Tensor | None = None,
           causal: bool = True) -> Proof:
     """Decompose a mask: causal with a window and segments; each query of a row sees the same run of
-    keys; or a window to both sides, and segments. Else ValueError, with the entry. The host waits.
+    keys; or a window to both sides, and segments. Else ValueError, with the entry. The host
+    waits.
 
-    mask: (B or 1, 1, Tq, Tk), True or 0.0 where visible, else False or the minimum. window:
-    declared by a causal layer; None: taken from the mask. real: (B, Tq) bool, True for tokens,
-    whose rows are compared; None: rows with any visible key. causal: the model's request."""
+    mask: (B or 1, 1, Tq, Tk), True or 0.0 where visible, else False or the minimum. window: a
+    causal layer's; None: the mask's. real: (B, Tq) bool, True for tokens, whose rows are compared;
+    None: rows with a visible key. causal: the model's request."""
     seen = _entries(mask)  # (B, Tq, Tk)
     tokens = seen.any(-1) if real is None else real
     why = ValueError("not causal, and not a window to both sides or one run of keys in each row")
@@ -98,7 +94,6 @@ def prove(mask: Tensor, window: int | None = None, real: Tensor | None = None,
 
 
 def _same_keys(seen: Tensor) -> Proof | None:
-    """The proof of a mask in which all queries of a row see the same run of keys."""
     Tq, Tk = seen.shape[1:]
     first = seen[:, 0].to(torch.uint8).argmax(-1)
     stop = first + seen[:, 0].sum(-1)
@@ -114,8 +109,7 @@ def _same_keys(seen: Tensor) -> Proof | None:
 
 
 def _band(seen: Tensor, real: Tensor, window: int | None, causal: bool) -> Proof:
-    """The proof of a mask that is causal, or of a window to both sides for as many queries as keys,
-    perhaps with segments."""
+    """A causal mask, or a window to both sides for Tq == Tk; perhaps with segments."""
     Tq, Tk = seen.shape[1:]
     if Tq != Tk and not causal:
         raise ValueError(f"not causal, with {Tq} queries and {Tk} keys")
@@ -123,8 +117,7 @@ def _band(seen: Tensor, real: Tensor, window: int | None, causal: bool) -> Proof
     sees = real & seen.any(-1)
     first = seen.to(torch.uint8).argmax(-1)
     last = Tk - 1 - seen.flip(-1).to(torch.uint8).argmax(-1)
-    # Causal, query i sees keys to its own position, i + offset.
-    ahead = torch.where(sees, last, -1) - i
+    ahead = torch.where(sees, last, -1) - i  # causal, query i sees keys up to i + offset
     offset = max(0, int(ahead.amax())) if causal else 0
     end, right = offset + Tq, 0 if causal else max(0, int(ahead.amax()))
     if end > Tk:
@@ -132,25 +125,25 @@ def _band(seen: Tensor, real: Tensor, window: int | None, causal: bool) -> Proof
         raise ValueError(f"not causal: query {n} of {Tq} sees key {n + offset} of {Tk}")
 
     seen = seen[:, :, :end]
-    # Neighbors are of one text if one sees the other, or both are padding.
+    # Neighbors share a text if one sees the other, or both are padding.
     sees_last = seen.diagonal(offset - 1, 1, 2)
-    joined = F.pad(sees_last, (Tq - sees_last.shape[1], 0))[:, 1:]  # position 0 has no neighbor
+    joined = F.pad(sees_last, (Tq - sees_last.shape[1], 0))[:, 1:]
     if not causal:
         joined = joined | (seen.diagonal(1, 1, 2) & real[:, :-1])
     joined = torch.where(real[:, 1:], joined, ~real[:, :-1])
     ids = (1 + F.pad(~joined, (1, 0)).cumsum(1)).int()
-    earlier = torch.where(seen[:, 0, :offset], ids[:, :1], 0)  # keys before the first query
+    earlier = torch.where(seen[:, 0, :offset], ids[:, :1], 0)  # before the first query
     texts = torch.cat([earlier, torch.where(real, ids, 0)], dim=1)
     ids = torch.cat([earlier, ids], dim=1)  # (B, end)
 
     windows = [window]
-    if window is None:  # the most keys up to its own that a token sees
+    if window is None:  # the most that a token sees
         windows.append(1 + max(0, int(torch.where(sees, i + offset - first, 0).amax())))
     for proof in (Proof(Tq, end, w, ids_, texts, right) for w in windows for ids_ in (None, ids)):
         rebuilt = visible_mask(Tq, end, proof.window, proof.segments, seen.device, right=right)
         differs = (rebuilt[:, 0] != seen) & real[:, :, None]
         if not bool(differs.any()):
-            broken = (earlier[:, :-1] != 0) & (earlier[:, 1:] == 0)  # padding follows a token
+            broken = (earlier[:, :-1] != 0) & (earlier[:, 1:] == 0)
             if proof.segments is not None and bool(broken.any()):
                 raise ValueError("padding between tokens: a segment must be one run")
             return proof
@@ -160,7 +153,6 @@ def _band(seen: Tensor, real: Tensor, window: int | None, causal: bool) -> Proof
 
 
 def _entries(mask: Tensor) -> Tensor:
-    """As bool (B, Tq, Tk)."""
     if mask.dim() != 4 or mask.shape[1] != 1:
         raise ValueError(f"shape {tuple(mask.shape)}, expected (batch, 1, queries, keys)")
     if mask.dtype == torch.bool:

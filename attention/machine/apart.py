@@ -1,5 +1,4 @@
-"""Run a function in a thread of its own, without the modes of the caller's: autocast, hooks,
-tracers."""
+"""Run a function in its own thread, without the caller's autocast, hooks and tracers."""
 
 from __future__ import annotations
 
@@ -21,11 +20,11 @@ PATIENCE = 600  # seconds
 
 
 def apart(device: str | torch.device, function: Callable[[], T]) -> T:
-    """Return function() from a new thread; others wait. Raises RuntimeError: a CUDA graph is being
-    captured, or another choice does not end."""
+    """Return function() from a new thread. Raises RuntimeError: in a CUDA graph capture, after a
+    hang."""
     import torch
 
-    if getattr(_inside, "now", False):  # a kernel that calls attention, too
+    if getattr(_inside, "now", False):  # a kernel calls attention
         return function()
     on = torch.device(device)
     if on.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -41,7 +40,7 @@ def apart(device: str | torch.device, function: Callable[[], T]) -> T:
         except BaseException as e:
             result.set_exception(e)
 
-    # A kernel that is tried may call attention in autograd's thread, which must not wait.
+    # In autograd's thread a tried kernel must not wait.
     in_backward = torch._C._current_graph_task_id() != -1
     lock = threading.Lock() if in_backward else _lock
     if not lock.acquire(timeout=PATIENCE):
@@ -54,7 +53,6 @@ def apart(device: str | torch.device, function: Callable[[], T]) -> T:
 
 
 def outside_a_trace(function: F) -> F:
-    """Let torch.compile call a function of constants while it traces: assume_constant_result
-    without the import of torch._dynamo (1 s)."""
+    """assume_constant_result() without the slow import of torch._dynamo."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function

@@ -1,5 +1,4 @@
-"""GPUs by name, and their compute capabilities (developer.nvidia.com/cuda-gpus, cuda-legacy-gpus);
-rates: core/gpus.py."""
+"""Compute capabilities of GPUs (developer.nvidia.com/cuda-gpus, cuda-legacy-gpus)."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from ..caps import dotted
 from ..spec import Machine
 from .system import UNKNOWN_VERSION
 
-CAPABILITIES: dict[tuple[int, int], str] = {  # -> torch.cuda.get_device_name(), less "NVIDIA "
+CAPABILITIES: dict[tuple[int, int], str] = {  # get_device_name() less "NVIDIA "
     (6, 0): "Tesla P100",
     (6, 1): "Tesla P40, TITAN Xp, GeForce GTX 1080 Ti, GeForce GTX 1080, GeForce GTX 1070, "
             "GeForce GTX 1060",
@@ -44,8 +43,7 @@ MAKERS = {"nvidia", "geforce", "tesla", "jetson", "apple", "generation"}  # not 
 
 
 def describe(text: str, torch: str, packages: Iterable[str]) -> Machine:
-    """A known machine by its name or a distinctive part of it ("titan rtx", "4090", "cpu"), with
-    packages of these import names. Raises ValueError: none or several match."""
+    """A machine by part of its name ("4090", "cpu"). Raises ValueError: none or several match."""
     given = words(text)
     fit = [m for m in KNOWN if words(m.name) - MAKERS <= given]
     longest = max((len(words(m.name)) for m in fit), default=0)

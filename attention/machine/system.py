@@ -1,4 +1,4 @@
-"""Processor, packages, autocast, profiler. torch is imported inside the functions."""
+"""Processor, packages, autocast, profiler. Functions import torch."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 KERNEL_ERRORS = (Exception, SystemExit)  # not Ctrl-C
-# After these a CUDA context is lost.
-LOST = re.compile(
+LOST = re.compile(  # these lose a CUDA context
     "CUDA.*(illegal memory access|illegal address|device-side assert|misaligned address|illegal "
     "instruction|invalid program counter|unspecified launch failure|hardware stack error|"
     "ILLEGAL_ADDRESS|MISALIGNED_ADDRESS|LAUNCH_FAILED|ECC error)", re.I | re.S)
@@ -29,7 +28,6 @@ UNKNOWN_VERSION = "unknown version"
 
 
 def cpu_name() -> str | None:
-    """On Linux, else None."""
     try:
         info = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
@@ -39,7 +37,7 @@ def cpu_name() -> str | None:
 
 
 def bfloat16_units() -> str:
-    """Units for bfloat16 products: "AMX", "AVX512_BF16" or ""."""
+    """For bfloat16 products: "AMX", "AVX512_BF16" or ""."""
     import torch
 
     has = torch.cpu.get_capabilities()
@@ -47,7 +45,6 @@ def bfloat16_units() -> str:
 
 
 def devices() -> list[str]:
-    """As PyTorch names them: cpu, cuda, cuda:0, mps."""
     import torch
 
     numbered = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
@@ -57,7 +54,7 @@ def devices() -> list[str]:
 
 @cache
 def import_version(package: str) -> str | None:
-    """An import's version or error, or None if the package is missing."""
+    """Version, or error of the import; None: missing."""
     def versions() -> dict[str, str]:
         names = metadata.packages_distributions().get(package.partition(".")[0], ())
         return {name: metadata.version(name) for name in names}
@@ -71,21 +68,19 @@ def import_version(package: str) -> str | None:
         if isinstance(e, ModuleNotFoundError) and f"{package}.".startswith(f"{e.name}."):
             return None  # "a.b" where a is missing
         why = f"{type(e).__name__}: {e}"
-        # as flash-attn 2.8 and flash-attn-4
-        if len(owners := versions()) > 1:
+        if len(owners := versions()) > 1:  # flash-attn 2.8 and flash-attn-4
             both = " and ".join(f"{name} {version}" for name, version in owners.items())
             why += f"; {both} share a folder: pip install --force-reinstall --no-deps one of them"
         return why
     version = str(getattr(module, "__version__", ""))
     if re.match(r"[\d.]*[1-9]", version):
         return version
-    # none, or 0.0.0 from a package with a former name
+    # none, or 0.0.0 under a former name
     numbers = lambda text: [int(n) for n in re.findall(r"\d+", text)]  # noqa: E731
     return max(versions().values(), key=numbers, default=UNKNOWN_VERSION)
 
 
 def first_line(e: BaseException) -> str:
-    """Of the message, or the exception's type."""
     try:
         text = str(e).strip()
     except Exception:
@@ -94,12 +89,12 @@ def first_line(e: BaseException) -> str:
 
 
 def loses_device(e: BaseException) -> bool:
-    """True if CUDA refuses all further work of this process after this error."""
+    """True if CUDA refuses all further work after this error."""
     return isinstance(e, RuntimeError) and bool(LOST.search(str(e)))
 
 
 def own_code(f: Callable[P, R], name: str) -> Callable[P, R]:
-    """Copy f with its own code object: torch.compile allows 8 recompilations of each."""
+    """Give f its own code object: torch.compile recompiles each at most 8 times."""
     assert isinstance(f, FunctionType)
     code = f.__code__.replace(co_name=name)
     return FunctionType(code, f.__globals__, name, f.__defaults__, f.__closure__)
@@ -115,7 +110,6 @@ def synchronize(device: torch.device) -> None:
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """None: autocast is off on this kind of device."""
     import torch
 
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):
@@ -124,7 +118,6 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
 
 
 def autocast_off(t: torch.Tensor) -> AbstractContextManager[object]:
-    """Operators on t's device keep their inputs' dtype."""
     import torch
 
     kind = t.device.type
@@ -133,8 +126,7 @@ def autocast_off(t: torch.Tensor) -> AbstractContextManager[object]:
 
 @contextmanager
 def profiled(names: list[str]) -> Iterator[None]:
-    """Append to `names` the operators that this thread runs in the block. A running torch.profiler,
-    of which a process has one, is not disturbed."""
+    """Append operators that this thread runs to `names`, without disturbing a torch.profiler."""
     from torch.autograd import profiler_legacy
 
     with profiler_legacy.profile() as profile:
@@ -143,10 +135,9 @@ def profiled(names: list[str]) -> Iterator[None]:
 
 
 def kineto(device_type: str) -> torch.profiler.profile:
-    """PyTorch's profiler of operators, on CUDA of kernels too."""
     import torch
 
-    # Else torch 2.13 prints "USDT: ... profiler_start".
+    # Silences "USDT: ... profiler_start" of torch 2.13.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     kinds = torch.profiler.ProfilerActivity
     activities = [kinds.CPU, *[kinds.CUDA] * (device_type == "cuda")]

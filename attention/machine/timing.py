@@ -1,5 +1,4 @@
-"""Time of one attention call as a model makes it: the median of interleaved rounds in random
-order, after a warm-up; on CUDA by the device's clock."""
+"""Time of one attention call: median of interleaved rounds; on CUDA by the device's clock."""
 
 from __future__ import annotations
 
@@ -22,21 +21,19 @@ from ..select import Shape, admit
 from ..spec import Machine, Policy, Spec
 from .system import own_code, synchronize
 
-BUDGET_S = 0.5  # of each call
-SAMPLE_S = 0.005  # filled by 1 to 20 calls
+BUDGET_S = 0.5  # a call
+SAMPLE_S = 0.005  # of 1 to 20 calls
 
 
 @dataclass(frozen=True)
 class Row:
-    """Of the table and of --json."""
-
     name: str
     title: str
-    why: tuple[str, ...] = ()  # why it does not run
-    ms: tuple[float, ...] = ()  # median of each mode
+    why: tuple[str, ...] = ()  # of not running
+    ms: tuple[float, ...] = ()  # medians by mode
     error: float | None = None  # max |out - float64| / max |float64|
     kernels: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()  # why a mode was not timed
+    notes: tuple[str, ...] = ()  # of modes that were not timed
 
     def as_json(self, modes: Sequence[Spec]) -> dict[str, Any]:
         names = ["forward_backward" if spec.grad else "forward" for spec in modes]
@@ -45,11 +42,11 @@ class Row:
 
 
 Call = Callable[[], None]
-Calls = dict[tuple[str, Spec], tuple[Call, float]]  # and its seconds, roughly
+Calls = dict[tuple[str, Spec], tuple[Call, float]]  # and its approximate seconds
 
 
 def declared(name: str, spec: Spec, machine: Machine, policy: Policy) -> tuple[Row, Backend | None]:
-    """A backend by its Caps; None: other people's code that does not load."""
+    """The backend is None if its code does not load."""
     try:
         backend, why = admit(name, spec, machine, policy)
     except BackendUnavailable as e:
@@ -60,8 +57,7 @@ def declared(name: str, spec: Spec, machine: Machine, policy: Policy) -> tuple[R
 def measure(names: Iterable[str], modes: Sequence[Spec], machine: Machine, policy: Policy,
             device: torch.device, shape: Shape,
             show: Callable[[str], object] = lambda line: None) -> list[Row]:
-    """Probe and time the backends. modes: without the backward pass, with it, or both in this
-    order; `show` gets a line for each backend as soon as it has run once or is refused."""
+    """Probe and time; modes: without backward, with it, or both; `show` gets a line each."""
     rows: dict[str, Row] = {}
     calls: Calls = {}
     machine = replace(machine, interpreted=False)
@@ -94,7 +90,7 @@ def measure(names: Iterable[str], modes: Sequence[Spec], machine: Machine, polic
 
 
 def race(calls: Calls, device: torch.device) -> Mapping[tuple[str, Spec], float]:
-    """Median seconds of each call, in interleaved rounds, 3 to 100 as the budget allows."""
+    """Median seconds of each call, in interleaved rounds."""
     many = {key: min(20, max(1, round(SAMPLE_S / s))) for key, (_, s) in calls.items()}
     rounds = {key: min(100, max(3, round(BUDGET_S / s / many[key])))
               for key, (_, s) in calls.items()}
@@ -108,7 +104,7 @@ def race(calls: Calls, device: torch.device) -> Mapping[tuple[str, Spec], float]
 
 
 def warmed_up(call: Call, device: torch.device) -> float:
-    """Roughly the seconds of a call."""
+    """Approximate seconds of a call."""
     time_call(call, device)  # compiles, loads, allocates
     samples = [time_call(call, device)]
     while len(samples) < 3 and sum(samples) < BUDGET_S:
@@ -117,8 +113,7 @@ def warmed_up(call: Call, device: torch.device) -> float:
 
 
 def calls_of(spec: Spec, device: torch.device, shape: Shape) -> Callable[[Backend, Spec], Call]:
-    """A function that makes a call of a backend, with the backward pass if its Spec has gradients,
-    on inputs with the strides of a model's."""
+    """A maker of calls, with backward if the Spec has gradients, on inputs as in a model."""
     B, Tq, Tk = shape
     given = draw_inputs(spec, device, shape, torch.Generator().manual_seed(0))
     options: dict[str, Any] = dict(given.options)
@@ -151,15 +146,15 @@ def calls_of(spec: Spec, device: torch.device, shape: Shape) -> Callable[[Backen
     return make
 
 
-Stamp = Any  # seconds, on CUDA an event
+Stamp = Any  # seconds, or an event
 
 
 class Clock:
-    """Time stamps that need no synchronization, and the milliseconds between them."""
+    """Time stamps without synchronization."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.apart = device.type != "mps"  # within a step
+        self.apart = device.type != "mps"  # stamps within a step
 
     def stamp(self) -> Stamp:
         if self.device.type == "cuda":
@@ -174,7 +169,7 @@ class Clock:
         return self.stamp()
 
     def stop(self) -> Stamp:
-        """Stamp the end of all work; earlier stamps can be read after it."""
+        """Stamp the end of all work; earlier stamps are then readable."""
         stamp = self.stamp()
         synchronize(self.device)
         return stamp if self.device.type == "cuda" else self.stamp()
@@ -184,7 +179,7 @@ class Clock:
 
 
 def time_call(call: Callable[[], object], device: torch.device, n: int = 1) -> float:
-    """Seconds of one call, the mean of n in a row."""
+    """Mean seconds of n calls in a row."""
     clock = Clock(device)
     start = clock.start()
     for _ in range(n):
@@ -193,8 +188,7 @@ def time_call(call: Callable[[], object], device: torch.device, n: int = 1) -> f
 
 
 def table(rows: Sequence[Row], modes: Sequence[Spec]) -> str:
-    """A line for each backend that runs, fastest first, then notes and the reasons of the others.
-    No `modes`: nothing was run."""
+    """Backends that run, fastest first, notes, and reasons. No `modes`: nothing ran."""
     able, lines = [row for row in rows if not row.why], []
     if able and modes:
         times = ["fwd+bwd ms" if spec.grad else "forward ms" for spec in modes]
@@ -219,7 +213,6 @@ def table(rows: Sequence[Row], modes: Sequence[Spec]) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], side: str) -> list[str]:
-    """A text table; `side`, < or >, aligns all columns but the first."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     line = "  ".join(f"{{:{side if n else '<'}{width}}}" for n, width in enumerate(widths))
     return [line.format(*row).rstrip() for row in rows]

@@ -1,6 +1,4 @@
-"""Triton kernels of triton_flash.py, and their launch.
-
-tiled.py has the same algorithm and names. Each block of its outer loop is a program here:
+"""Triton kernels of triton_flash.py: the algorithm and names of tiled.py, a program a block.
 
     forward_kernel   a block of queries, loops over keys                        writes O_i, L_i
     dq_kernel        a block of queries, loops over keys                        writes dQ_i, delta_i
@@ -10,7 +8,7 @@ tiled.py has the same algorithm and names. Each block of its outer loop is a pro
 Without atomics each sum has a fixed order; the price: both backward kernels compute S and dP.
 
 Visible tiles   Each row sees one interval of keys, whose ends never decrease from row to row; so a
-                block of rows visits one run of tiles, of which the inner ones need no mask:
+                block visits one run of tiles, whose inner ones need no mask:
 
                     begin       inner_begin     inner_end       end
                       |  / x x x x | x x x x x x x | x           |
@@ -19,8 +17,7 @@ Visible tiles   Each row sees one interval of keys, whose ends never decrease fr
 
 exp2            Scores, m_i and L_i are in units of log 2: S_ij is multiplied by `unit`.
 Sizes           Tiles are padded to BLOCK_D columns. Their address has 64 bits, offsets inside 32.
-float32         is multiplied in float32 (input_precision="ieee"), not TF32.
-"""
+float32         is multiplied in float32 (input_precision="ieee"), not TF32."""
 
 # mypy: allow-untyped-defs
 
@@ -39,7 +36,7 @@ LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
 @triton.jit
 def tanh(x):
-    """Within 6 eps in float32: by a Taylor series below 1/4."""
+    """Within 6 eps in float32, by a Taylor series below 1/4."""
     z = x * x
     series = x + x * (z * (-1 / 3 + z * (2 / 15 - z * (17 / 315))))
     e = tl.exp2(tl.abs(x) * (-2 * LOG2_E))
@@ -64,7 +61,7 @@ def alibi_distance(i, j, offset, Slopes, bh, tau, softcap):
 
 @triton.jit
 def block_of_queries(Tq, H, BLOCK_M: tl.constexpr):
-    """The first row of the block, then b * H + h, b and h."""
+    """First row, b * H + h, b, h."""
     n_blocks = (Tq + BLOCK_M - 1) // BLOCK_M
     bh = tl.program_id(0) // n_blocks
     i0 = (n_blocks - 1 - tl.program_id(0) % n_blocks) * BLOCK_M
@@ -74,7 +71,6 @@ def block_of_queries(Tq, H, BLOCK_M: tl.constexpr):
 @triton.jit
 def rows_of(X, T, stride, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
             TMA: tl.constexpr):
-    """X, or with TMA a descriptor of one head."""
     if TMA:
         return tl.make_tensor_descriptor(X, [T, HEAD_DIM], [stride, 1], [BLOCK, BLOCK_D])
     else:
@@ -84,7 +80,7 @@ def rows_of(X, T, stride, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: 
 @triton.jit
 def load_rows(X, start, T, stride, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
               BLOCK_D: tl.constexpr, BOUNDED: tl.constexpr, TMA: tl.constexpr = False):
-    """X[start : start + BLOCK] of one head, with zeros outside if BOUNDED."""
+    """X[start : start + BLOCK] of a head, with zeros outside if BOUNDED."""
     if TMA:
         return X.load([start, 0])
     else:
@@ -153,8 +149,7 @@ def last_position(j, end, Tk, window, Run):
 
 @triton.jit
 def visible_tiles(first_begin, first_end, last_begin, last_end, BLOCK: tl.constexpr):
-    """[begin, end) and [inner_begin, inner_end) of a block whose first row sees [first_begin,
-    first_end), whose last [last_begin, last_end)."""
+    """[begin, end) and [inner_begin, inner_end) of a block, by what its first and last row see."""
     begin = tl.maximum(first_begin, 0) // BLOCK * BLOCK
     inner_begin = (tl.maximum(last_begin, 0) + BLOCK - 1) // BLOCK * BLOCK
     inner_end = tl.maximum(tl.maximum(first_end, 0) // BLOCK * BLOCK, inner_begin)
@@ -163,7 +158,6 @@ def visible_tiles(first_begin, first_end, last_begin, last_end, BLOCK: tl.conste
 
 @triton.jit
 def keys_seen(i0, Tq, Tk, offset, window, right, Run, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The first and last key of each query of a block, and its tiles."""
     i = tl.minimum(i0 + tl.arange(0, BLOCK_M), Tq - 1)
     i_last = tl.minimum(i0 + BLOCK_M, Tq) - 1
     last = last_key(i, Tq, Tk, offset, right, Run)
@@ -182,7 +176,7 @@ def keys_seen(i0, Tq, Tk, offset, window, right, Run, BLOCK_M: tl.constexpr, BLO
 
 @triton.jit
 def dropout_keeps(seed, bh, i0, j0, threshold, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Z_ij > 0 for a tile, bool: Philox with 7 rounds (Salmon et al. 2011), four keys a counter."""
+    """Z_ij > 0, bool, by Philox with 7 rounds (Salmon et al. 2011), four keys a counter."""
     i = i0 + tl.arange(0, BLOCK_M)[:, None]
     j_4 = j0 // 4 + tl.arange(0, BLOCK_N // 4)[None, :]
     zeros = tl.full((BLOCK_M, BLOCK_N // 4), 0, tl.int32)
@@ -202,7 +196,7 @@ def forward_kernel(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
-    """O_i = softmax(S_i) V and L_i = log2 sum_j 2^S_ij for one block of queries of one head."""
+    """O_i = softmax(S_i) V and L_i = log2 sum_j 2^S_ij."""
     i0, bh, b, h = block_of_queries(Tq, H, BLOCK_M)
     Q += b * q_b + h * q_h
     K += b * k_b + h // GROUP * k_h
@@ -221,13 +215,12 @@ def forward_kernel(
     Q_i = load_rows(Q, i0, Tq, q_t, BLOCK_M, HEAD_DIM, BLOCK_D, True)
     O_i = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     l_i = tl.zeros((BLOCK_M,), tl.float32)
-    # The lowest finite number, not -inf: before any visible key, m_i - m_new is 0.
-    m_i = tl.full((BLOCK_M,), LOWEST, tl.float32)
+    m_i = tl.full((BLOCK_M,), LOWEST, tl.float32)  # finite: before any visible key m_i - m_new is 0
     if Sinks is not None:
         m_i = tl.maximum(m_i, tl.load(Sinks + h) * LOG2_E)
         l_i += 1.0
     unit = unit_of_scores(tau, softcap)
-    for MASKED in tl.static_range(2):  # the inner tiles, then those at both ends
+    for MASKED in tl.static_range(2):  # inner tiles, then both ends
         if MASKED:
             start, stop = begin, end - (inner_end - inner_begin)
         else:
@@ -260,12 +253,12 @@ def forward_kernel(
             O_i = O_i * rescale[:, None]
             O_i = tl.dot(P_tilde_ij.to(V_j.dtype), V_j, O_i, input_precision="ieee")
             m_i = m_new
-    l_i = tl.where(l_i == 0, 1.0, l_i)  # a fully masked row: 0 / 1, not 0 / 0
+    l_i = tl.where(l_i == 0, 1.0, l_i)  # fully masked: 0 / 1, not 0 / 0
     store_rows(O, O_i / (l_i * keep)[:, None], i0, Tq, H * HEAD_DIM, BLOCK_M, HEAD_DIM, BLOCK_D)
     tl.store(L + i, m_i + tl.log2(l_i), mask=i < Tq)
 
 
-# --- Backward: FlashAttention-2, Algorithm 2, once for dQ and once for dK and dV ---
+# --- Backward: FlashAttention-2, Algorithm 2, for dQ, then for dK and dV ---
 
 
 @triton.jit
@@ -276,7 +269,7 @@ def dq_kernel(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr,
 ):
-    """dQ_i = tau * sum_j dS_ij K_j for one block of queries; stores delta_i for dkdv_kernel."""
+    """dQ_i = tau * sum_j dS_ij K_j, and delta_i for dkdv_kernel."""
     i0, bh, b, h = block_of_queries(Tq, H, BLOCK_M)
     Q += b * q_b + h * q_h
     K += b * k_b + h // GROUP * k_h
@@ -349,8 +342,7 @@ def dkdv_kernel(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr,
 ):
-    """dV_j = sum_i P_ij dO_i and dK_j = tau * sum_i dS_ij Q_i for one block of keys of one head.
-    Tiles are transposed, to stay in registers."""
+    """dV_j = sum_i P_ij dO_i, dK_j = tau * sum_i dS_ij Q_i. Transposed, to stay in registers."""
     n_blocks = (Tk + BLOCK_N - 1) // BLOCK_N
     bg = tl.program_id(0) // n_blocks
     j0 = tl.program_id(0) % n_blocks * BLOCK_N
@@ -365,8 +357,7 @@ def dkdv_kernel(
     if Seed is not None:
         seed = tl.load(Seed)
 
-    # Keys past the end are not stored.
-    j = tl.minimum(j0 + tl.arange(0, BLOCK_N), Tk - 1)
+    j = tl.minimum(j0 + tl.arange(0, BLOCK_N), Tk - 1)  # keys past the end are not stored
     j_last = tl.minimum(j0 + BLOCK_N, Tk) - 1
     p_end = Tq + offset
     seen_from = first_position(j, offset, right, Run)
@@ -443,8 +434,8 @@ Tile = tuple[int, int, int, int]  # BLOCK_M queries, BLOCK_N keys, warps, pipeli
 KERNELS = {"forward": forward_kernel, "dq": dq_kernel, "dkdv": dkdv_kernel}
 HALF, SINGLE = 2, 4  # bytes an element
 
-# capability: {(bytes an element, head_dim up to): tiles of forward, dq, dkdv}, for those above too.
-# By the compiler's report (docs/SUPPORT.md), on 9.0 by time.
+# capability: {(bytes an element, head_dim up to): tiles of forward, dq, dkdv}, for later ones too.
+# By the compiler (docs/SUPPORT.md), on 9.0 by time.
 _8_6 = {
     (HALF, 64): ((128, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 2)),
     (HALF, 128): ((64, 64, 4, 2), (64, 32, 4, 2), (32, 64, 4, 2)),
@@ -473,7 +464,6 @@ TILES: dict[tuple[int, int], dict[tuple[int, int], tuple[Tile, Tile, Tile]]] = {
     },
     (12, 0): _8_6,
 }
-# In Triton's interpreter: several tiles in a short sequence.
 INTERPRETED: dict[str, Tile] = dict.fromkeys(KERNELS, (64, 32, 1, 1)) | {"dkdv": (32, 64, 1, 1)}
 
 
@@ -507,7 +497,7 @@ def _descriptors(size: int, _alignment: int, _stream: int | None) -> Tensor:
 
 
 def _readable(x: Tensor) -> Tensor:
-    """x, copied if its rows are not contiguous or a tile spans 2^31 elements."""
+    """x, copied if rows are not contiguous or a tile spans 2^31 elements."""
     return x if x.stride(3) == 1 and 128 * x.stride(1) < 2**31 else x.contiguous()
 
 
@@ -522,7 +512,6 @@ def _strides(*tensors: Tensor) -> list[int]:
 
 def _numbers(q: Tensor, k: Tensor, window: int | None, right: int | None, dropout: float,
              scale: float, softcap: float | None, offset: int | None) -> tuple[float | None, ...]:
-    """Tq, Tk, offset, H, window, right, tau, softcap, threshold, keep and GROUP."""
     (Tq, H), Tk = q.shape[1:3], k.shape[1]
     offset = Tk - Tq if offset is None else offset
     right = Tk - 1 - offset if right is None else right  # the first query sees the last key
@@ -532,8 +521,7 @@ def _numbers(q: Tensor, k: Tensor, window: int | None, right: int | None, dropou
     return *sizes, window, right, scale, softcap, threshold, 1 - dropout, H // k.shape[2]
 
 
-# custom_op: Inductor cannot trace triton_op in the interpreter. Schemas come from the annotations:
-# no annotations from __future__ here.
+# Not triton_op: Inductor cannot trace it in the interpreter. Schemas are read from annotations.
 
 
 @torch.library.custom_op("nanoattn::flash_forward", mutates_args=())
@@ -544,8 +532,8 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, run_q: Tensor | None, run_k: 
     """out (B, Tq, H, D) and L (B, H, Tq) float32, log2 of the sum of exp(s).
 
     run_q (B, 2, Tq) int32: first and last key of each query's segment; run_k (B, 2, Tk): first and
-    last position of each key's. seed (1,) int64; sinks (H,), slopes (H,) or (B, H) float32. offset:
-    as in visible(); with one the results are float32."""
+    last position of each key's. seed (1,) int64; sinks (H,), slopes (H,) or (B, H) float32. offset
+    as in visible(): with one the results are float32."""
     q, k, v = _readable(q), _readable(k), _readable(v)
     B, Tq, H, _ = q.shape
     out = _result(q.shape, q, offset)
@@ -558,7 +546,7 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, run_q: Tensor | None, run_k: 
 
 
 def _result(shape: tuple[int, ...], q: Tensor, offset: int | None) -> Tensor:
-    """In q's dtype; float32 with an offset, since parts are summed."""
+    """float32 with an offset, since parts are summed."""
     return torch.empty(shape, dtype=q.dtype if offset is None else torch.float32, device=q.device)
 
 
@@ -568,8 +556,7 @@ def flash_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L
                    slopes: Tensor | None, tiles: list[int] | None, tma: bool, window: int | None,
                    right: int | None, dropout: float, scale: float, softcap: float | None,
                    offset: int | None) -> tuple[Tensor, Tensor]:
-    """The gradients, to unpack(), and delta (B, H, Tq) float32. tiles: of dq and dkdv. tma: rows of
-    16 bytes, capability 9.0."""
+    """Packed gradients, delta (B, H, Tq) float32. tiles: dq, dkdv. tma: 16-byte rows, on 9.0."""
     q, k, v, dout = _readable(q), _readable(k), _readable(v), _readable(dout)
     B, Tq, H, _ = q.shape
     Tk, Hkv = k.shape[1:3]
@@ -594,8 +581,7 @@ def _packed(q: Tensor, k: Tensor, offset: int | None) -> Tensor:
 
 
 def unpack(grads: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
-    """The gradients of q, k and v: of one length next to each other, as torch.compile wants q, k
-    and v's."""
+    """Gradients of q, k and v; of one length side by side, as torch.compile wants them."""
     (B, Tq, H, D), (Tk, Hkv) = q.shape, k.shape[1:3]
     if Tq == Tk:
         found = grads.split([H * D, Hkv * D, Hkv * D], dim=2)

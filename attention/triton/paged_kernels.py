@@ -1,4 +1,4 @@
-"""Triton kernels of paged.py, for one query a sequence, and their launch.
+"""Triton kernels of paged.py, for one query a sequence.
 
 To fill a GPU at small batches each sequence's keys are split into runs (Dao et al. 2023,
 Flash-Decoding), whose number depends on shapes only:
@@ -6,9 +6,8 @@ Flash-Decoding), whose number depends on shapes only:
     decode_kernel    one sequence, key/value head, run      writes O~, m and l of the run
     combine_kernel   one sequence, query head               joins the runs as tiled.py joins tiles
 
-The query heads that share a key/value head are the rows of one matmul, padded to 16. The page is
-looked up for each key. Stale contents of a page are not read.
-"""
+The query heads of a key/value head are the rows of one matmul, padded to 16. The page is looked up
+for each key."""
 
 # mypy: allow-untyped-defs
 
@@ -28,15 +27,14 @@ def decode_kernel(Q, K, V, Table, Start, Count, Slopes, Partial, M, L, tau, soft
                   max_pages, page_size, q_b, q_h, kv_page, kv_slot, kv_g, R: tl.constexpr,
                   HEAD_DIM: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
                   BLOCK_D: tl.constexpr):
-    """Attention of R query heads to one run of keys: unnormalised O~ (B, Hkv, R, splits, HEAD_DIM),
-    m in units of log 2 and l (B, Hkv, R, splits), all float32."""
+    """One run of keys, R query heads: unnormalised O~ (B, Hkv, R, splits, HEAD_DIM), m in units of
+    log 2 and l (B, Hkv, R, splits), float32."""
     b, g, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     Hkv, splits = tl.num_programs(1), tl.num_programs(2)
     r, d = tl.arange(0, BLOCK_R)[:, None], tl.arange(0, BLOCK_D)[None, :]
     n = tl.arange(0, BLOCK_N)
 
-    # The query is at `start`; count 0 is padding.
-    start = tl.load(Start + b)
+    start = tl.load(Start + b)  # the query is at `start`; count 0 is padding
     last = start + tl.minimum(tl.load(Count + b), 1)
     first = tl.maximum(start - window + 1, 0)
     run = tl.cdiv(tl.cdiv(last - first, splits), BLOCK_N) * BLOCK_N
@@ -49,7 +47,7 @@ def decode_kernel(Q, K, V, Table, Start, Count, Slopes, Partial, M, L, tau, soft
     Q_i = tl.load(Q + b * q_b + (g * R + r) * q_h + d, mask=inside, other=0.0)
     O_i = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
     l_i = tl.zeros((BLOCK_R, 1), tl.float32)
-    m_i = tl.full((BLOCK_R, 1), LOWEST, tl.float32)  # finite: m_i - m_new is 0 before any key
+    m_i = tl.full((BLOCK_R, 1), LOWEST, tl.float32)  # finite: before any key m_i - m_new is 0
     for j0 in range(begin, end, BLOCK_N):
         j = j0 + n
         there = j < end
@@ -83,7 +81,7 @@ def combine_kernel(
     Partial, M, L, Sinks, Out, H, splits,
     HEAD_DIM: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
-    """Join the runs of a query head; a sink is one with l = 1, O~ = 0."""
+    """Join runs; a sink is one with l = 1, O~ = 0."""
     at = tl.program_id(0)
     s, d = tl.arange(0, BLOCK_S)[:, None], tl.arange(0, BLOCK_D)[None, :]
     m = tl.load(M + at * splits + s, mask=s < splits, other=LOWEST)
@@ -98,7 +96,7 @@ def combine_kernel(
     total = tl.sum(weight * l, axis=0, keep_dims=True)
     if Sinks is not None:
         total += tl.exp2(sink - m_max)
-    total = tl.where(total == 0, 1.0, total)  # no key is seen: zeros
+    total = tl.where(total == 0, 1.0, total)  # fully masked: zeros
     out = tl.sum(weight * O, axis=0, keep_dims=True) / total
     tl.store(Out + at * HEAD_DIM + d, out.to(Out.dtype.element_ty), mask=d < HEAD_DIM)
 
@@ -119,9 +117,8 @@ def choose_splits(programs: int, keys: int) -> int:
 def decode(q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, start: Tensor,
            count: Tensor, sinks: Tensor | None, slopes: Tensor | None, window: int, scale: float,
            softcap: float | None, splits: int) -> Tensor:
-    """Attention of one query a sequence, q (B, 1, H, D), to its pages: k_pages to count as in
-    masks.PagedView, with this call's key and value stored; sinks (H,), slopes (H,) or (B, H)
-    float32; window 0: all keys; splits 0: choose_splits()."""
+    """q (B, 1, H, D); k_pages to count as in masks.PagedView, this call's key and value stored;
+    sinks (H,), slopes (H,) or (B, H) float32; window 0: all keys; splits 0: choose_splits()."""
     (B, _, H, D), (_, page_size, Hkv, _) = q.shape, k_pages.shape
     assert q.stride(3) == 1 and k_pages.stride() == v_pages.stride() and k_pages.stride(3) == 1
     assert page_table.is_contiguous()
