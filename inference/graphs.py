@@ -1,9 +1,8 @@
 """Decode steps as CUDA graphs, and the static caches that they write to.
 
-A graph holds the addresses of weights and cache, and numbers as constants: key() has them all.
-Tensors that change are copied into its buffers. These, results, weights and caches lie outside the
-memory pool that the graphs share, which frees nothing until its last graph goes. So they run in one
-stream only.
+A graph holds the addresses of weights and cache, and numbers: key() has them all. Tensors that
+change are copied into its buffers. The graphs share a memory pool, which frees nothing until its
+last graph goes: all these tensors lie outside, and graphs run in one stream only.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ warn = memoize(logging.getLogger("nanoattn").warning)  # once
 
 
 def choose(model: GPT, kv_cache: str, compile: bool, rows: int = 1) -> tuple[str, str | None]:
-    """The cache, and the graph of its decode steps: "captured", "compiled" (on CUDA then captured),
-    None. Raises ValueError."""
+    """The cache, and the graph of its steps: "captured", "compiled" (on CUDA then captured), None.
+    Raises ValueError."""
     device = model.transformer.wte.weight.device
     if device.type == "cuda" and rows > 1 and int8.parameters(model):
         warn("int8 weights with several texts at a time on CUDA save memory, but are slow")
     if kv_cache == "auto" and not compile:
-        # Hooks are Python, which a graph would leave out.
+        # Hooks are Python: a graph would leave them out.
         hooked = any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
         return ("static", "captured") if possible(device) and not hooked else ("dynamic", None)
     if kv_cache not in ("auto", *KV_CACHES):
@@ -52,7 +51,7 @@ def choose(model: GPT, kv_cache: str, compile: bool, rows: int = 1) -> tuple[str
 
 def run(model: GPT, kind: str | None, function: Callable[..., Any], args: tuple[Any, ...],
         of_call: object = None) -> Any:  # fmt: skip
-    """function(*args) by a graph of that kind; with `of_call` one that no other call uses."""
+    """Call function(*args) by a graph, with `of_call` one that no other call uses."""
     if kind == "compiled":
         function = compiled(function)
     if kind is None or not possible(model.transformer.wte.weight.device):
@@ -79,9 +78,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, fullgraph=True, dynamic=False)
 
 
-# --- static caches ---
-
-# A graph holds the addresses of its cache: a new cache for each call would mean a new graph.
+# A new cache for each call would mean a new graph, which holds its addresses.
 _idle: WeakKeyDictionary[GPT, OrderedDict[Hashable, StaticCache]] = WeakKeyDictionary()
 
 
@@ -188,7 +185,7 @@ def possible(device: torch.device) -> bool:
 
 @memoize
 def _side(device: torch.device) -> tuple[torch.cuda.Stream, Any]:
-    """The stream of first calls and captures, and the pool of all graphs."""
+    """Stream of first calls and captures, and the pool of all graphs."""
     return torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
 
 
@@ -205,7 +202,7 @@ def side_stream(device: torch.device) -> Iterator[None]:
 
 
 def record(step: Callable[[], None], device: torch.device) -> Callable[[], None]:
-    """Capture what step() launches; return a function that launches it."""
+    """Capture step(); return a function that launches it."""
     graph, (stream, pool) = torch.cuda.CUDAGraph(), _side(device)
     with (
         torch.cuda.device(device),

@@ -1,7 +1,7 @@
-"""A decode step: from logits to a token by temperature, top-k, top-p and random numbers.
+"""A decode step: from logits to a token.
 
-One uniform random number a token selects an entry of the cumulative sum, in float64 for rare
-tokens; torch.multinomial needs one for each entry.
+One uniform random number selects an entry of the cumulative sum, in float64 for rare tokens;
+torch.multinomial needs one for each entry.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     Read = tuple[GPT, Tensor, Tensor | None, Any, int | None]  # of next_logits()
 
-ENDED = -1  # the text has ended
+ENDED = -1
 INVALID = -2  # logits with NaN, or all -inf
 
 Processor = Callable[..., Tensor]
@@ -35,17 +35,17 @@ Prompt = Tensor | Sequence[int] | str  # token ids, or a text
 
 @dataclass
 class Stats:
-    """Memory that a call used."""
+    """Memory that a call used, at its peak."""
 
-    cache_bytes: int = 0  # peak
-    pages: int = 0  # peak in use
+    cache_bytes: int = 0
+    pages: int = 0  # in use
     all_pages: int = 0  # in the pool
     shared_pages: int = 0  # of other prompts
 
 
 @dataclass
 class Options:
-    """Sampling options and stop conditions. Raises ValueError: one is out of range."""
+    """Sampling options and stop conditions. Raises ValueError."""
 
     temperature: float = 1.0  # divides the logits; 0: the likeliest token
     top_k: int | None = None  # only the k likeliest tokens
@@ -54,8 +54,8 @@ class Options:
     unused: Sequence[int] = ()  # ids without a token
     logits_processor: Processor | None = None  # docs/GENERATE.md
     constraint: Automaton | Sequence[Automaton | None] | None = None  # for all, or one a row
-    # A token, a string in the new text (the token that completes it is the row's last), several of
-    # both, or a function (row number, new tokens) -> bool.
+    # A token, a string (its last token is the row's last), several of both, or a function (row
+    # number, new tokens) -> bool.
     stop: StopCondition | None = None
     stats: Stats = field(default_factory=Stats)  # output
 
@@ -72,7 +72,7 @@ class Options:
                 raise ValueError(f"constraint: expected regex(pattern, tokenizer), got {c!r:.60}")
 
     def fit(self, vocab_size: int, tokenizer: Any) -> None:
-        """Check `stop` and `unused`; a model with a tokenizer samples ids with a token only."""
+        """Check `stop` and `unused`; with a tokenizer, sample only ids that have a token."""
         if tokenizer is not None and self.vocab_size is None:
             self.vocab_size, self.unused = tokenizer.vocab_size, [*self.unused, *tokenizer.unused]
         sampled = min(vocab_size, self.vocab_size or vocab_size)
@@ -95,7 +95,7 @@ def needed(tokenizer: Any, what: str) -> Any:
 
 def in_range(name: str, value: Any, least: float, most: float = math.inf,
              convert: Callable[[Any], Any] = operator.index) -> Any:  # fmt: skip
-    """The value as Python's int or float, also from NumPy or a tensor. Raises ValueError."""
+    """Convert to int or float, also from NumPy or a tensor. Raises ValueError."""
     with suppress(TypeError, ValueError, RuntimeError):
         is_bool = "bool" in str(getattr(value, "dtype", type(value)))
         if not is_bool and least <= (number := convert(value)) <= most:
@@ -112,7 +112,7 @@ def _each(given: Any) -> list[Any]:
 
 
 def check_prompt(index: int, prompt: Any, vocab_size: int) -> list[int]:
-    """The ids of a prompt. Raises ValueError unless it is a row of valid ones."""
+    """The ids of a prompt. Raises ValueError."""
     ids = torch.as_tensor(prompt)
     valid = ids.dim() == 1 and len(ids) and ids.dtype != torch.bool and not ids.is_floating_point()
     found: list[int] = ids.tolist() if valid else []
@@ -145,10 +145,7 @@ class SamplingParams(NamedTuple):
 
 def sample_token(logits: Tensor, u: Tensor | None, params: SamplingParams) -> Tensor:
     """Sample from logits (B, V) at u (B,) in [0, 1), None: the likeliest. Returns (B,) int64,
-    INVALID for a row without a token.
-
-    top_p is nucleus sampling (Holtzman et al. 2020, arXiv 1904.09751).
-    """
+    INVALID for a row without a token. top_p: Holtzman et al. 2020, arXiv 1904.09751."""
     if params.unused is not None:
         logits = logits.index_fill(-1, params.unused, -torch.inf)
     if u is None:
@@ -181,10 +178,8 @@ def _likeliest(probs: Tensor, top_p: Tensor | float) -> tuple[Tensor, Tensor]:
 
 
 def uniform(device: torch.device, generator: torch.Generator | None) -> Iterator[Tensor]:
-    """Random numbers in [0, 1) for the steps of a row, (1,) float64 each, float32 on MPS.
-
-    64 are drawn at a time: a longer text begins like a shorter one.
-    """
+    """Random numbers in [0, 1), (1,) float64 a step, float32 on MPS. 64 are drawn at a time: a
+    longer text begins like a shorter one."""
     dtype = torch.float32 if device.type == "mps" else torch.float64
     on = device if generator is None else generator.device
 
@@ -201,7 +196,7 @@ Drawn = tuple[Tensor, Tensor | None, Tensor | None]  # see sample_step()
 
 
 def next_logits(read: Read) -> Tensor:
-    """The logits (B, V) after each row of idx (B, T), which ends at column last (B, 1)."""
+    """Logits (B, V) after each row of idx (B, T), which ends at column last (B, 1)."""
     model, idx, last, step, vocab_size = read
     x = model.hidden(idx, None, step)
     if last is not None:
@@ -210,7 +205,7 @@ def next_logits(read: Read) -> Tensor:
 
 
 def sample_step(logits: Tensor, how: How, texts: Texts | None = None) -> Drawn:
-    """Sample: token (B,) int64, next state (B, 2), (B,) bool: the constraint ends the text."""
+    """Tokens (B,) int64, next states (B, 2), (B,) bool: the constraint ends the text."""
     params, constraint, state, u = how
     if texts is not None:
         processor, tokens, lengths = texts
@@ -248,8 +243,8 @@ def process_rows(
 
 
 def to_host(token: Tensor, over: Tensor | None) -> Callable[[], list[list[int]]]:
-    """Start to copy a step's tokens to the host; the function returned waits for them: [token] a
-    row, with a constraint [token, 1 if it ends the text]."""
+    """Copy tokens to the host; the returned function waits: [token] a row, with a constraint
+    [token, 1 if it ends the text]."""
     drawn = token[:, None] if over is None else torch.stack([token, over], dim=1)
     if not drawn.is_cuda:
         return drawn.tolist

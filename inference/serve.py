@@ -1,10 +1,9 @@
-"""The scheduler: many prompts through the rows of a KV cache. A batch has a row for each prompt.
+"""The scheduler: many prompts through the rows of a KV cache.
 
-With pages a new prompt replaces a finished text at once; the rows of other caches begin and end
-together (Yu et al. 2022, "Orca", OSDI, section 3). A prompt waits, and all behind it, until the
-pool has pages for its longest text and those in progress, and for one step if another new prompt
-computes pages that it can share. A text longer than block_size slides: every position moves, so
-nothing is cached.
+With pages a new prompt replaces a finished text at once; other caches' rows begin and end together
+(Yu et al. 2022, "Orca", OSDI, section 3). A prompt, and all behind it, wait for pages for its
+longest text and those in progress, and one step for another prompt that computes pages to share. A
+text longer than block_size slides: every position moves, nothing is cached.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from model import GPT
 
 T = TypeVar("T")
-PREFILL = 2048  # most tokens of a batch of prompts, padding included, unless one has more
+PREFILL = 2048  # most tokens of a batch of prompts, padded, unless one has more
 
 
 def stream(
@@ -41,13 +40,11 @@ def stream(
 ) -> Iterator[tuple[int, int]]:
     """Continue many prompts, and yield each token as it comes.
 
-    Args:
-        prompts: as in engine.stream(); those of an iterator are taken when there is room for one.
-        max_new_tokens: for all prompts, or one for each; likewise generator.
-        slots: most texts in progress.
-        n_pages: size of the pool; None: enough for a list of prompts, or for `slots` contexts.
-        options: as in engine.stream(); kv_cache is "paged" by default.
-
+    prompts: as in engine.stream(); an iterator's are taken when there is room.
+    max_new_tokens, generator: for all prompts, or one for each.
+    slots: most texts in progress.
+    n_pages: size of the pool; None: enough for a list of prompts, or for `slots` contexts.
+    options: as in engine.stream(); kv_cache is "paged" by default.
     Yields the number of a prompt, and its next token; ENDED (-1) when its text has ended.
     Raises ValueError: as engine.stream(), or a prompt needs more pages than the pool has.
     """
@@ -100,7 +97,7 @@ class Scheduler:
         if self.constraint is not None:
             self.constraint.to(self.device)
         # One with a parameter `lengths` is part of the step (docs/GENERATE.md). Its numbers may
-        # change between calls: each has graphs of its own.
+        # change between calls: each has its own graphs.
         self.processor = self.options.logits_processor
         called = getattr(self.processor, "forward", self.processor)
         self.in_step = called is None or "lengths" in inspect.signature(called).parameters
@@ -122,14 +119,13 @@ class Scheduler:
         self.rows: list[Row] = []
         self.texts = torch.zeros(slots, 1, dtype=torch.int64, device=self.device)
         self.states = torch.zeros(slots, 2, dtype=torch.int64, device=self.device)
-        # The rows of the last step; on the device their slots, lengths and tokens, (B,) each.
+        # The last step's rows; on the device their slots, lengths and tokens, (B,) each.
         self.batch: list[Row] = []
         self.slot = self.length = self.token = self.texts[:0, 0]
         self.decoding = False  # the same rows go on
 
     @torch.no_grad()
     def tokens(self) -> Generator[tuple[Row, int], None, None]:
-        """Each row's tokens as they come; ENDED when its text has ended."""
         pending: deque[Launched] = deque()
         try:
             while True:
@@ -168,7 +164,6 @@ class Scheduler:
                 yield row, ENDED
 
     def stops(self, row: Row) -> bool:
-        """True if the last token ends the text."""
         options, tokenizer, last = self.options, self.model.tokenizer, row.new[-1]
         if row.text is not None and last in tokenizer.ends:
             return True
@@ -178,7 +173,7 @@ class Scheduler:
         return last in options.stop_ids or has_stop(row.new, row.prompt, tokenizer, stops)
 
     def pieces(self, row: Row, new: Iterable[int]) -> Iterator[str]:
-        """The new text of a row, as its tokens `new` arrive, up to its end."""
+        """The new text of a row up to its end, as tokens arrive."""
         tokenizer, stops = self.model.tokenizer, self.options.stop_strings
         known = (token for token in new if token not in tokenizer.ends)
         return until(pieces(known, tokenizer, row.text or "", row.prompt), stops)
@@ -229,14 +224,14 @@ class Scheduler:
             self.texts = torch.cat([self.texts, self.texts[:, :1].expand(-1, more)], dim=1)
         for row in rows:
             self.rows.append(row)
-            # In other places the first token: harmless to processors of sets of tokens.
+            # Elsewhere the first token: harmless to processors of sets of tokens.
             self.texts[row.slot] = row.prompt[0]
             self.texts[row.slot, : len(row.prompt)] = self._on_device(row.prompt)
             if self.constraint is not None:
                 self.states[row.slot] = self.constraint.start([row.index], [row.room])[0]
 
     def _admit_together(self) -> None:
-        """Start all waiting texts, with a cache of their own."""
+        """Start all waiting texts in a new cache."""
         rows, self.waiting = self.waiting, []
         for slot, row in enumerate(rows):
             row.slot = slot
@@ -274,7 +269,7 @@ class Scheduler:
             if not self._fit([*self.rows, row], pool):
                 pool.free(row.slot)
                 break
-            # A prompt admitted just now may compute a page to share.
+            # Another new prompt may compute a page to share.
             n = pool.length(row.slot) + pool.page_size
             if n < len(shared) and any(other.prompt[:n] == shared[:n] for other in admitted):
                 pool.free(row.slot)
@@ -285,7 +280,7 @@ class Scheduler:
             self.stats.shared_pages += pool.length(row.slot) // pool.page_size
 
     def _fit(self, rows: Sequence[Row], pool: PagePool) -> bool:
-        """True if the pool has the most pages that these rows may hold from now on."""
+        """True if the pool has the most pages that these rows may need."""
         for window, n in pool.n_pages.items():
             room, needed = n - 1, 0
             if window is None:  # shared pages are held to the end
@@ -337,7 +332,7 @@ class Scheduler:
         return rows, sampling.to_host(token, over)
 
     def _groups(self) -> list[list[Row]]:
-        """Batches of similar length: no row is padded to twice its length."""
+        """Batches in which no row is padded to twice its length."""
         if self.cache.pool is None:
             return [[*self.rows]]
         groups: list[list[Row]] = []
