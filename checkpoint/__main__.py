@@ -1,4 +1,4 @@
-"""Export a checkpoint for transformers and others (docs/SERVE.md)."""
+"""Export a checkpoint (docs/SERVE.md)."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def export(model: GPT, saved: Checkpoint, folder: Path) -> None:
     tokenizer = data.from_meta(saved.settings["tokenizer"])
     kind = families.write_config(model.config)["model_type"]
     if kind == "qwen2" and not isinstance(tokenizer, data.FileTokenizer):
-        # It ignores tokenizer.json's pre-tokenizer: other ids, without a warning.
+        # It ignores tokenizer.json's pre-tokenizer: other ids.
         raise UserError("transformers splits texts of the family qwen2 (--bias=qkv) as Qwen does")
     eot, content, ends = tokenizer.eot, tokenizer.to_json(), [*tokenizer.ends]
     bos = next(iter(tokenizer.begin), eot)

@@ -1,4 +1,4 @@
-"""Import and export transformers' models (families.py); import nanoGPT's ckpt.pt."""
+"""Import and export transformers' models; import nanoGPT's ckpt.pt."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHARD = 5_000_000_000  # bytes of a file
 
 
 def load_nanogpt(path: str | Path, policy: Policy = Policy(), **changes: object) -> GPT:
-    """Load a nanoGPT ckpt.pt; `changes` go into the GPTConfig. Raises UserError."""
+    """Load a nanoGPT ckpt.pt. Raises UserError."""
     saved = store.read_file(Path(path), store.load_torch)
     if not store.has_dicts(saved, "model", "model_args"):
         raise UserError(f"{printable(path)} lacks 'model' or 'model_args' of a nanoGPT checkpoint")
@@ -39,8 +39,7 @@ def load_nanogpt(path: str | Path, policy: Policy = Policy(), **changes: object)
 
 
 def load_hf(source: str, policy: Policy = Policy(), **changes: object) -> GPT:
-    """Load a transformers folder or a model of the hub ("gpt2-xl", "owner/name"). Raises
-    UserError."""
+    """Load a folder of transformers or a hub model ("gpt2-xl", "owner/name"). Raises UserError."""
     folder = Path(source) if Path(source).is_dir() else _download(source)
     saved = store.read_file(folder / "config.json", store.load_json)
     config = families.read_config(saved, source, **changes)
@@ -63,7 +62,7 @@ def _listed(index: Path) -> list[Path]:
 
 
 def save_hf(model: GPT, folder: str | Path, **more: object) -> Json:
-    """Write weights and config.json (with `more`) for transformers. Raises UserError."""
+    """Write weights and config.json (with `more`). Raises UserError."""
     folder, config = Path(folder), {**families.write_config(model.config), **more}
     folder.mkdir(parents=True, exist_ok=True)
     weights = families.write_weights(model, config["model_type"])
@@ -108,7 +107,7 @@ def tokenizer_meta(source: str) -> Json | None:
 
 
 def trained_on(source: str) -> str | None:
-    """The dataset of a nanoGPT ckpt.pt, if known."""
+    """The dataset's name, if known."""
     saved = store.read_file(Path(source), store.load_torch) if Path(source).is_file() else {}
     return saved["config"].get("dataset") if store.has_dicts(saved, "config") else None
 

@@ -1,4 +1,4 @@
-"""transformers' models that GPT can be: config.json, and names of the weights.
+"""transformers' models that GPT can be: config.json, and names of weights.
 
 gpt2      GPT-2
 llama     Llama 1 to 3.2, SmolLM2
@@ -22,7 +22,7 @@ from model import GPT, GPTConfig
 Json = dict[str, Any]
 
 GELUS = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "exact"}
-GPT2_SIZES = ("n_layer", "n_head", "n_embd", "vocab_size")  # as here
+GPT2_SIZES = ("n_layer", "n_head", "n_embd", "vocab_size")
 LLAMA_SIZES = {  # GPTConfig's field -> config.json's
     "vocab_size": "vocab_size", "n_embd": "hidden_size", "n_hidden": "intermediate_size",
     "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
@@ -60,7 +60,7 @@ FIXED: Json = {
 
 
 def read_config(saved: Any, source: str, **changes: object) -> GPTConfig:
-    """The GPTConfig of a config.json; what it cannot hold is refused. Raises UserError."""
+    """Raises UserError for what GPTConfig cannot hold."""
     source = printable(source)
     kind = saved.get("model_type") if isinstance(saved, dict) else None
     if not isinstance(kind, str) or kind not in ASSUMED:
@@ -188,7 +188,7 @@ def _to_llama(c: GPTConfig) -> Json:
         "head_dim": c.head_dim,
         "hidden_act": "silu",
         "rms_norm_eps": c.norm_eps,
-        "rope_theta": c.rope_theta,  # other engines, and transformers before version 5
+        "rope_theta": c.rope_theta,  # for other engines, and transformers < 5
         "rope_scaling": rope if c.rope_scaling else None,
         "rope_parameters": {**rope, "rope_theta": c.rope_theta},
         "tie_word_embeddings": c.tied,
@@ -206,7 +206,7 @@ def _to_llama(c: GPTConfig) -> Json:
 
 
 def read_weights(saved: Mapping[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
-    """A family's weights by our names, in torch.nn.Linear's layout."""
+    """Our names, in torch.nn.Linear's layout."""
     found: dict[str, Tensor] = {}
     if config.position == "learned":
         for name, tensor in saved.items():

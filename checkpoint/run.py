@@ -1,4 +1,4 @@
-"""The state of a run, in checkpoints of any number of processes."""
+"""A run's state in checkpoints of any number of processes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Saver:
     """Writes checkpoints, one at a time; wait() before the run ends."""
 
     out_dir: str
-    keep: int  # besides the best
+    keep: int
     distributed: DistInfo
     background: bool = False
     best_loss: float = math.inf
@@ -72,7 +72,7 @@ class Saver:
                 "best_since": self.best_since,
                 "val_windows": self.val_windows,
                 "processes": distributed.world_size,
-                "job": distributed.job(),  # for a restart by torchrun
+                "job": distributed.job(),
                 "torch": torch.__version__,
                 **state,
             },
@@ -107,7 +107,7 @@ class Saver:
         """The newest checkpoint, and how to continue."""
         if self._written is not None:
             self._written.exception()  # wait() raises it
-        found = store.folders(self.out_dir)  # set_aside() has moved others
+        found = store.folders(self.out_dir)
         good = "there is no checkpoint yet"
         if found:
             good = f"{printable(found[-1])} is the last good checkpoint"
@@ -115,7 +115,7 @@ class Saver:
 
 
 def gathered(model: GPT) -> GPT:
-    """An unsharded model, a copy if needed. All processes call it."""
+    """Unsharded, a copy if needed. All processes call it."""
     if model.ring is None and not is_sharded(model):
         return model
     alone = GPT(model.config, model.policy)
@@ -130,7 +130,7 @@ def locked(config: TrainConfig) -> AbstractContextManager[None]:
 
 @contextmanager
 def explained(config: TrainConfig, distributed: DistInfo) -> Iterator[None]:
-    """Leave the processes at the end; explain failures, name lost ranks."""
+    """Leave the processes; explain failures, name lost ranks."""
     half, twice = max(1, config.batch_size // 2), config.gradient_accumulation_steps * 2
     less_memory = f"--batch_size={half} with --gradient_accumulation_steps={twice}"
     less_memory += ", or --gradient_checkpointing=True"
@@ -150,7 +150,7 @@ def resumed(loaded: Loaded[TrainConfig]) -> Loaded[TrainConfig]:
     folder = printable(saved.folder)
     before = saved.read("train", type(settings))
     changes: Json = {name: getattr(settings, name) for name in (*loaded.origins, "out_dir")}
-    # A run from other weights has their sizes, not those in its settings.
+    # After init_from other weights the sizes are theirs, not its settings'.
     backend = {k: v for k, v in changes.items() if k == "attention_backend"}
     model, names = saved.config(**backend), (*SHAPE, "attention_window", "attention_backend")
     before = replace(before, **{name: getattr(model, name) for name in names})
@@ -242,7 +242,7 @@ def build_model(loaded: Loaded[TrainConfig], meta: Json) -> GPT:
 class Progress:
     step: int = 0
     sequences_seen: int = 0
-    best: tuple[float, int] = math.inf, 0  # as in Saver
+    best: tuple[float, int] = math.inf, 0
     evaluated: bool = True  # False: evaluate after this step
 
 
@@ -250,7 +250,7 @@ def restore_run(config: TrainConfig, model: GPT, optimizer: torch.optim.Optimize
                 scaler: torch.amp.GradScaler, distributed: DistInfo,
                 val_windows: int) -> Progress:  # fmt: skip
     """Restore the newest checkpoint, and print where the run goes on. Another val_windows
-    (fingerprint() of the evaluation) begins a new best loss."""
+    (fingerprint()) begins a new best loss."""
     saved = store.load(store.latest(config.out_dir))
     step, best = restore(saved, model, optimizer, scaler, config.seed, distributed)
     before, state = saved.settings["train"], saved.state
@@ -279,8 +279,8 @@ def restore_run(config: TrainConfig, model: GPT, optimizer: torch.optim.Optimize
 def restore(saved: Checkpoint, model: GPT, optimizer: torch.optim.Optimizer,
             scaler: torch.amp.GradScaler, seed: int,
             distributed: DistInfo) -> tuple[int, float]:  # fmt: skip
-    """Restore parameters or DTensors, saved by any number of processes; return (step, lowest
-    validation loss). Raises UserError on all processes."""
+    """Restore parameters or DTensors, from any number of processes; return (step, lowest validation
+    loss). Raises UserError on all processes."""
 
     with store.together(distributed):
         rest, targets = saved.rest(), tensors(model, optimizer)
@@ -292,7 +292,7 @@ def restore(saved: Checkpoint, model: GPT, optimizer: torch.optim.Optimizer,
         else:
             values = {f"model.{name}": value for name, value in saved.weights().items()}
             state = rest["optimizer"].get("state") or {}
-            if saved.step == 0 and not state:  # before the first step
+            if saved.step == 0 and not state:
                 targets = {name: t for name, t in targets.items() if name.startswith("model.")}
             for name, number in numbers(model, optimizer).items():
                 moments = state.get(number, {})

@@ -30,7 +30,7 @@ Json = dict[str, Any]
 
 
 def write(folder: Path, tensors: Mapping[str, Tensor], distributed: DistInfo) -> Json:
-    """Write this process's file; return its entries of the index."""
+    """Write this process's file; return its index entries."""
     if not folder.exists():
         raise UserError(f"{printable(folder)} is missing: all processes must share one out_dir")
     entries: Json = {}
@@ -61,7 +61,7 @@ def joined(entries: list[Json]) -> Json:
 
 
 def empty(folder: Path, prefix: str = "", device: str = "meta") -> dict[str, Tensor]:
-    """Uninitialized tensors as saved, of names with this prefix."""
+    """Uninitialized, with the saved shapes and dtypes."""
     return {
         name: torch.empty(saved["shape"], dtype=getattr(torch, saved["dtype"]), device=device)
         for name, saved in _read_index(folder).items()
@@ -70,7 +70,7 @@ def empty(folder: Path, prefix: str = "", device: str = "meta") -> dict[str, Ten
 
 
 def read_whole(folder: Path, prefix: str) -> dict[str, Tensor]:
-    """Full tensors on the CPU, by names without the prefix."""
+    """Full tensors on the CPU, the prefix removed."""
     tensors = empty(folder, prefix, "cpu")
     read(folder, tensors)
     return {name.removeprefix(prefix): t for name, t in tensors.items()}
@@ -94,7 +94,7 @@ def read(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def load_torch(file: Path | IO[bytes]) -> Any:
-    """Load what torch.save() wrote. Raises ValueError for objects that could run code."""
+    """Load from torch.save(). Raises ValueError for objects that could run code."""
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as e:  # it suggests weights_only=False

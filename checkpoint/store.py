@@ -5,10 +5,10 @@
     settings.json       settings of the run, model sizes, tokenizer
     train_state.json    step, losses, data position, attention backend and kernels
     shards/             of several processes: weights and optimizer state (shards.py)
-    checksums.json      CRC-32 of each file above (not of older versions)
+    checksums.json      CRC-32 of each file (not of older versions)
 
-A folder is written under a temporary name, synced and renamed: a killed process leaves the last
-complete one. Loading never runs code.
+Written under a temporary name, synced and renamed: a killed process leaves the last complete one.
+Loading never runs code.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ log = logging.getLogger("nanoattn")
 
 STEP = r"step-\d+"
 CHECKSUMS = "checksums.json"
-_advising = ContextVar("advising", default=True)  # False while advice is sought: it would recur
+_advising = ContextVar("advising", default=True)  # False while advice is sought
 T = TypeVar("T")
-Json = dict[str, Any]  # in optimizer.pt with tensors
+Json = dict[str, Any]  # optimizer.pt: with tensors
 
 
 @dataclass(frozen=True)
@@ -65,11 +65,11 @@ class Checkpoint:
 
     @property
     def index(self) -> Path | None:
-        """The index of the shards; None: of one process."""
+        """None: a checkpoint of one process."""
         return self.folder / "shards" / INDEX if (self.folder / "shards").exists() else None
 
     def config(self, **changes: object) -> GPTConfig:
-        """The model's config; only `changes` may name code to run."""
+        """Only `changes` may name code to run."""
         code = self.settings["model"].get("attention_backend")
         if isinstance(code, str) and is_code(code):
             named = "attention_backend" in changes
@@ -100,8 +100,8 @@ class Checkpoint:
         return read_file(self.index, lambda index: parts.read_whole(index.parent, "model."))
 
     def rest(self) -> Json:
-        """optimizer.pt: "optimizer" (state_dict(), of shards without "state"), "scaler", "rng" of
-        each rank."""
+        """optimizer.pt: "optimizer" (state_dict(); sharded: no "state"), "scaler", each rank's
+        "rng"."""
         rest = read_file(path := self.folder / "optimizer.pt", load_torch)
         if not has_dicts(rest, "optimizer", "scaler") or not isinstance(rest.get("rng"), list):
             raise _damaged(path, "lacks the state of the optimizer, scaler or random numbers")
@@ -114,7 +114,7 @@ class Checkpoint:
 
 
 def folders(out_dir: str | Path) -> list[Path]:
-    """The complete checkpoints, oldest step first."""
+    """Complete checkpoints, oldest step first."""
     found = [p for p in Path(out_dir).glob("step-*") if re.fullmatch(STEP, p.name)]
     return sorted(found, key=_step)
 
@@ -133,7 +133,7 @@ def latest(out_dir: str | Path) -> Path:
 
 
 def best_folder(out_dir: str | Path) -> Path | None:
-    """The lowest validation loss on the newest one's data, if any."""
+    """Lowest validation loss on the newest one's data, if any."""
     saved = [load(p) for p in folders(out_dir)]
     since = saved[-1].state.get("best_since", 0) if saved else 0
     losses = {c.folder: c.state.get("val_loss") for c in saved if c.step > since or not since}
@@ -142,7 +142,7 @@ def best_folder(out_dir: str | Path) -> Path | None:
 
 
 def own_checkpoint(init_from: str) -> Path | None:
-    """The newest checkpoint of a run, or this folder if it is one."""
+    """A run's newest checkpoint, or this folder if it is one."""
     if found := folders(init_from):
         return found[-1]
     names = "settings.json", "train_state.json"
@@ -266,7 +266,7 @@ def has_dicts(content: object, *keys: str) -> bool:
 
 
 def resume_command(out_dir: str, distributed: DistInfo) -> str:
-    """The command that resumes this run; before its first checkpoint the given one."""
+    """Resume this run; before its first checkpoint the given command."""
     again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     try:
         times = [p.stat().st_mtime for p in folders(out_dir)]

@@ -17,7 +17,7 @@ from data.tokenizer import well_formed
 
 ENDINGS = (".txt", ".jsonl")
 WANTED = "a .txt or .jsonl file, or a folder of them"
-HUB: dict[str, tuple[str, str | None]] = {  # name and configuration on the hub
+HUB: dict[str, tuple[str, str | None]] = {  # name, configuration
     "openwebtext": ("Skylion007/openwebtext", None),
     "fineweb": ("HuggingFaceFW/fineweb-edu", "sample-10BT"),
 }
@@ -35,7 +35,7 @@ PIECE = 2**20  # characters at once
 MOST = 2**24  # of a text without spaces
 OVERLAP = 2**12  # characters around a part that may change its tokens
 
-# Number of the document; text, "": the beginning, None: the end; the part to tokenize.
+# Document number; text, "": the beginning, None: the end; the part to tokenize.
 Piece = tuple[int, str | None, int, int]
 
 
@@ -104,7 +104,7 @@ def _read(path: Path, read: Callable[[IO[str]], str]) -> Iterator[str]:
 
 
 def text_parts(path: Path) -> Iterator[str]:
-    """Yield parts of about PIECE characters, with the GPT-2 tokens of the whole: they end before a
+    """Yield parts of about PIECE characters with the GPT-2 tokens of the whole: they end before a
     space after a word, or after MOST characters."""
     rest = ""
     for part in _read(path, lambda f: f.read(PIECE)):
@@ -160,7 +160,7 @@ def _web_texts(name: str, configuration: str | None, key: str) -> Iterator[str]:
 
 
 def pieces(documents: Iterable[Iterable[str]]) -> Iterator[list[Piece]]:
-    """Yield pieces of about PIECE characters together, of documents with text."""
+    """Yield about PIECE characters together, of documents with text."""
     batch: list[Piece] = []
     size = count = 0
     for document in documents:

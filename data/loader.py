@@ -1,7 +1,7 @@
 """Batches of tokens, a pure function of (seed, step, split).
 
-A step's sequences are drawn for all processes; each takes its slice. An epoch visits each window of
-block_size tokens once, in random order, from a random offset.
+Each process takes a slice of a step's sequences. An epoch visits each window of block_size tokens
+once, in random order, from a random offset.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from data.documents import DATASETS
 from data.shards import AGAIN, SAMPLE, Tokens, why_not_uint16
 from data.tokenizer import GPT2Tokenizer, Json
 
-if TYPE_CHECKING:  # `python -m data` does not need torch
+if TYPE_CHECKING:  # `python -m data` needs no torch
     import torch
     from torch import Tensor
 
@@ -42,7 +42,7 @@ def find(dataset: str, data_dir: str = "data") -> Path:
 
 
 def read_meta(folder: str | Path) -> Json:
-    """The meta.json of a dataset; the same of nanoGPT's files. Raises UserError."""
+    """The meta.json of a dataset, or of nanoGPT's files. Raises UserError."""
     path = Path(folder) / "meta.json"
     ours = path, path.with_name(".partial")  # of an interrupted preparation
     if os.path.exists(path.with_name("train.bin")) and not any(map(os.path.exists, ours)):
@@ -100,7 +100,7 @@ def _nanogpt_meta(folder: Path) -> Json:
 
 
 def padded(V: int) -> int:
-    """Round V above 1,024 up to a multiple of 64, for tensor cores."""
+    """Round V > 1,024 up to a multiple of 64, for tensor cores."""
     return V if V <= 1024 else -(-V // 64) * 64
 
 
@@ -110,7 +110,7 @@ def fits(V: int, model_vocab: int) -> bool:
 
 
 def bits_per_byte(meta: Json, nats: float, split: str = "val") -> float | None:
-    """Convert nats per token to bits per byte of text; None: bytes unknown."""
+    """Nats per token to bits per byte; None: bytes unknown."""
     tokens, size = meta["tokens"][split], meta.get("bytes", {}).get(split)
     return nats / math.log(2) * tokens / size if size else None
 
@@ -119,7 +119,7 @@ def load(folder: str | Path, split: str, block_size: int, vocab_size: int) -> To
     """The tokens of a split, (N,) uint16 or uint32, mapped.
 
     Raises UserError: too short for block_size, or an id >= vocab_size (above 2**24 tokens 256
-    places are checked here, the others when read).
+    places are checked here, others when read).
     """
     meta, path = read_meta(folder), Path(folder) / f"{split}.bin"
     name = printable(path)
@@ -136,7 +136,7 @@ def load(folder: str | Path, split: str, block_size: int, vocab_size: int) -> To
     if block_size + 1 > (N := len(tokens)):
         raise UserError(f"{name} has {N} tokens, fewer than --block_size={block_size} and a target")
     tokens.vocab_size = min(vocab_size, meta["vocab_size"])  # the model's is rounded up
-    places = np.linspace(0, max(0, N - SCAN), 256).astype(int)  # up to 2**24 tokens: all
+    places = np.linspace(0, max(0, N - SCAN), 256).astype(int)
     if (largest := max(int(tokens[a : a + SCAN].max()) for a in places)) >= tokens.vocab_size:
         raise UserError(f"{name} has token {largest}, but the vocabulary is {tokens.vocab_size}")
     return tokens
@@ -162,7 +162,7 @@ def _bin(path: Path, meta: Json) -> Tokens:
 @dataclass(frozen=True)
 class Documents:
     eot: int
-    begins: bool  # it begins a document (llm.c), or ends it
+    begins: bool  # else it ends one
 
     @classmethod
     def of(cls, folder: Path, meta: Json) -> Documents:
@@ -175,7 +175,7 @@ class Documents:
         return cls(eot, meta.get("eot_begins", False))
 
     def starts(self, rows: np.ndarray) -> np.ndarray:
-        """Where each token's document begins in its row: (B, T) ids -> (B, T) int32."""
+        """Each token's document start in its row: (B, T) ids -> (B, T) int32."""
         first = rows == self.eot
         if not self.begins:
             first[:, 1:] = first[:, :-1].copy()
@@ -187,8 +187,8 @@ class Documents:
 class Batches:
     """The training sequences of every step.
 
-    global_batch: sequences a step, over all processes; documents: adds their starts; seen: (steps,
-    sequences) until now.
+    global_batch: of all processes; documents: adds their starts; seen: (steps, sequences) until
+    now.
     """
 
     def __init__(self, tokens: Tokens, block_size: int, global_batch: int, seed: int,
@@ -216,15 +216,15 @@ class Batches:
         return offset + self.block_size * random.permutation(self.windows)
 
     def get(self, step: int, rank: int = 0, world: int = 1) -> tuple[Tensor, ...]:
-        """Sequences and targets of this process, (n, T) int64; with documents also
-        Documents.starts(). n is global_batch / world, rounded up for low ranks."""
+        """Sequences and targets of this process, (n, T) int64; with documents their starts. n is
+        global_batch / world, rounded up for low ranks."""
         mine = np.array_split(self.starts(step), world)[rank]
         return _gather(self.tokens, self.block_size, mine, self.device, self.documents)
 
     def prefetch(
         self, start: int, stop: int, rank: int = 0, world: int = 1
     ) -> Iterator[tuple[Tensor, ...]]:
-        """Yield get(start), ..., get(stop - 1); on a GPU threads prepare the next two."""
+        """Yield get(start), ..., get(stop - 1); on a GPU threads prepare two."""
         get, steps = lambda step: self.get(step, rank, world), range(start, stop)
         return map(get, steps) if str(self.device) == "cpu" else map_ahead(get, steps, 3)
 
@@ -234,8 +234,8 @@ def eval_batches(tokens: Tokens, block_size: int, batches: int, batch_size: int,
                  documents: Documents | None = None) -> Iterator[tuple[Tensor, ...]]:  # fmt: skip
     """Yield evenly spaced windows of a split, always the same, as Batches.get() returns them.
 
-    Each process takes every world-th batch. Fillers with IGNORE as targets give batches one shape
-    (one compiled graph), and processes as many.
+    A process takes every world-th batch. Fillers (targets IGNORE) make shapes equal (one compiled
+    graph), and the processes' counts.
     """
     from core.loss import IGNORE
 

@@ -68,7 +68,7 @@ class PrepareConfig:
 
 
 def prepare(dataset: str, config: PrepareConfig) -> None:
-    """Nothing is written if the same dataset is there. Raises UserError."""
+    """Nothing is written if the dataset is there. Raises UserError."""
     if dataset not in DATASETS:
         known = f"{', '.join(DATASETS)} (your own text: python -m data text --source=PATH)"
         raise UserError(f"unknown dataset {dataset!r}; known: {known}")
@@ -111,7 +111,7 @@ def prepare(dataset: str, config: PrepareConfig) -> None:
 
 
 def _made_from(dataset: str, config: PrepareConfig) -> Json:
-    """The settings that change the result, and the state of the source."""
+    """Settings and source state that change the result."""
     shaping = [f for f in fields(config) if f.name in set().union(*DATASETS.values())]
     options = {f.name: v for f in shaping if (v := getattr(config, f.name)) != f.default}
     if unused := options.keys() - DATASETS[dataset]:
@@ -125,7 +125,7 @@ def _made_from(dataset: str, config: PrepareConfig) -> Json:
         options["source"] = os.path.abspath(source)
         try:
             stats = {os.path.relpath(f, source): os.stat(f) for f in files}
-        except OSError as e:  # as a link to nothing
+        except OSError as e:  # a dangling link
             raise UserError(f"cannot read {printable(e.filename)} ({e.strerror})") from e
         sizes = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()]
         state = sources.sha256(repr(sizes).encode())
@@ -156,7 +156,7 @@ def _is_prepared(out_dir: Path, made_from: Json, force: bool) -> bool:
     try:
         for split in ("train", "val"):
             load(out_dir, split, 1, meta["vocab_size"])
-    except UserError:  # missing or damaged
+    except UserError:
         return False
     return bool(meta.get("source") == made_from["source"])
 
@@ -190,7 +190,7 @@ def dtype_for(vocab_size: int) -> np.dtype:
 
 
 def baselines(train: np.ndarray, val: np.ndarray, V: int) -> dict[str, float]:
-    """Losses on val (nats per token) of a unigram and a bigram model, add-one smoothing."""
+    """Val losses (nats per token) of unigrams and bigrams, add-one smoothing."""
     unigram = np.bincount(train, minlength=V) + 1.0
     pairs, wanted = (t[:-1].astype(np.int64) * V + t[1:] for t in (train, val))
     seen, counts = np.unique(pairs, return_counts=True)  # V * V may not fit
@@ -259,11 +259,11 @@ def _encode(tokenizer: Tokenizer, batch: list[Piece]) -> list[tuple[int, bytes, 
 
 
 def _move_tail(folder: Path, n: int, dtype: np.dtype, tokenizer: Tokenizer, size: int) -> int:
-    """Move the last n tokens from train.bin, with a text of `size` bytes, to val.bin; return their
-    bytes. Bytes in no token (WordPiece's spaces) are spread evenly."""
+    """Move the last n tokens from train.bin (`size` bytes of text) to val.bin; return their bytes.
+    Bytes in no token (WordPiece's spaces) are spread evenly."""
     tokens = np.memmap(folder / "train.bin", dtype=dtype, mode="r")
     keep, length = len(tokens) - n, np.array([len(text) for text in tokenizer.token_bytes()])
-    stay = move = 0  # bytes of the tokens
+    stay = move = 0
     for first in range(0, len(tokens), 2**24):
         here = length[tokens[first : first + 2**24]]
         cut = max(0, keep - first)

@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 MAGIC, VERSION = 20240520, 1
 HEADER = 256  # int32
 ID = np.dtype("<u2")
-SAMPLE = 2**17  # bytes that show the ids' width
+SAMPLE = 2**17  # bytes
 OTHERS = {b"\x93NUMPY": "a .npy file", MAGIC.to_bytes(4, "little"): "a shard of llm.c"}
 AGAIN = "make the dataset again: python -m data shards --source=..."
 
 
 class Tokens:
-    """The tokens of several files as one mapped array: len() and slices.
+    """Files as one mapped array of tokens: len() and slices.
 
     files: of describe(), else LookupError or TypeError; again: advice if one has changed.
     """
 
-    vocab_size: int | None = None  # ids are below it
+    vocab_size: int | None = None
 
     def __init__(self, files: list[Json], dtype: str = "uint16", again: str = AGAIN) -> None:
         self.files, self.again = files, again

@@ -36,9 +36,9 @@ _BPE_FILES = {
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
 }
 
-ENDS_IN = ("tokenizer_config.json", "special_tokens_map.json")  # name the end token
-CONFIGS = ("config.json", "generation_config.json")  # with its ids
-TRY_S = 20  # seconds for a tokenizer's patterns
+ENDS_IN = ("tokenizer_config.json", "special_tokens_map.json")
+CONFIGS = ("config.json", "generation_config.json")  # with the end's ids
+TRY_S = 20  # seconds
 USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # if no file names it
 OTHER_FILES = ("vocab.json", "merges.txt", "added_tokens.json", "vocab.txt", "tokenizer.model",
                "spiece.model", "sentencepiece.bpe.model", "encoder.json", "vocab.bpe")  # fmt: skip
@@ -74,7 +74,7 @@ class _Parts:
             if not self._waits(i) and (text := new()) and text[-1] != "\ufffd":
                 yield text
                 window, shown = window[shown:], len(window) - shown
-        if text := new():  # an incomplete character
+        if text := new():
             yield text
 
 
@@ -165,7 +165,7 @@ class FileTokenizer(_Parts):
             self.made = Tokenizer.from_str(content)
         except UserError:
             raise
-        except Exception as e:  # any, by the package
+        except Exception as e:  # the package raises any
             raise UserError(f"not a tokenizer.json: {first_line(e)}") from e
         self.made.no_truncation()
         self.made.no_padding()

@@ -1,4 +1,4 @@
-"""Load a trained model (KV caches, sampling and serving are next to this file).
+"""Load a trained model.
 
 model, tokenizer = inference.load("out/run")
 print(engine.generate(model, "ROMEO:", 40))
@@ -23,7 +23,7 @@ log = logging.getLogger("nanoattn")
 def load(source: str | Path, *, which: str = "latest", dataset: str | None = None,
          device: str = "auto", dtype: str = "auto", weights: str = "dtype",
          policy: Policy | None = None, **changes: Any) -> tuple[GPT, Tokenizer]:  # fmt: skip
-    """Load a model in evaluation mode, and its tokenizer (also model.tokenizer). Raises UserError.
+    """Load a model in evaluation mode, and its tokenizer. Raises UserError.
 
     source: a run, a checkpoint, a nanoGPT ckpt.pt, an exported folder, gpt2[-...].
     which: a run's "latest" checkpoint, or "best": the lowest validation loss.

@@ -24,11 +24,11 @@ import numpy as np
 
 DEAD, END, START = 0, 1, 2  # states
 NEVER = 2**31 - 1  # tokens to no match
-SECONDS = 15  # of one core
+SECONDS = 15
 GIGABYTES = 4
 STATES = 2**17
 ENTRIES = 2**27  # of the table
-TOO_LARGE = 3  # exit code
+TOO_LARGE = 3
 # An escape, a class, a count, the start of a group, or another character.
 ESCAPE = r"\\[pPx]\{\w*\}|\\."
 CLASS = r"\[\^?\]?(?:\\.|\[:\w+:\]|[^\]\\])*\]"
@@ -36,7 +36,7 @@ PIECE = re.compile(rf"{ESCAPE}|{CLASS}|\{{\d+(?:,\d*)?\}}|\(\?(?:<?[=!]|[>#(])|.
 ANCHOR = re.compile(r"[\^$]|\\[AzbB]")
 NOT_IN_RUST = re.compile(r"\(\?.*|\{|\\[Z1-9]", re.DOTALL)
 
-Tables = tuple[np.ndarray, np.ndarray, np.ndarray]  # see table()
+Tables = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def build(pattern: str, tokens: Sequence[bytes], stop: Sequence[int]) -> Tables:
@@ -51,7 +51,7 @@ def build(pattern: str, tokens: Sequence[bytes], stop: Sequence[int]) -> Tables:
         )
     except subprocess.TimeoutExpired:
         raise beyond from None
-    if done.returncode < 0 or done.returncode == TOO_LARGE:  # ended by a limit
+    if done.returncode < 0 or done.returncode == TOO_LARGE:
         raise beyond
     if done.returncode:
         raise ValueError(done.stderr.decode(errors="replace").strip().rpartition("\n")[2])
@@ -60,7 +60,7 @@ def build(pattern: str, tokens: Sequence[bytes], stop: Sequence[int]) -> Tables:
 
 
 def main() -> None:
-    """The process of build(): an error is the last line of stderr."""
+    """The process of build(): the last line of stderr is an error."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     with suppress(ImportError):  # Windows
         import resource
@@ -107,8 +107,8 @@ def table(allowed: np.ndarray, token_class: np.ndarray, least: Any) -> Tables:
 
 
 def over_bytes(pattern: str, what: str) -> tuple[np.ndarray, np.ndarray]:
-    """Automaton by outlines-core 0.2.14: next states (n, 256), and (n,) True if accepting. The
-    first state is the start, the last is dead.
+    """Next states (n, 256), and (n,) True if accepting, by outlines-core 0.2.14. The first state is
+    the start, the last is dead.
 
     The library stops at the first match ("a|ab" never matches "ab"): a NUL follows the pattern, and
     a state accepts if NUL is possible. It tracks matches that begin later: an empty alternative
@@ -151,8 +151,8 @@ def over_bytes(pattern: str, what: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _fault(pattern: str, check: Callable[[str], object]) -> str:
-    """Locate a fault, which the library does not: by check() of its pieces, then by Python's
-    syntax, which is nearly Rust's."""
+    """Locate a fault, which the library does not: check() each piece, then compile as Python, whose
+    syntax is nearly Rust's."""
     for piece in PIECE.finditer(pattern):
         where = f"{piece[0]} at position {piece.start()}"
         if NOT_IN_RUST.fullmatch(piece[0]):
@@ -172,8 +172,8 @@ def _fault(pattern: str, check: Callable[[str], object]) -> str:
 
 
 def over_tokens(steps: np.ndarray, tokens: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
-    """Next states (n, classes) and classes (V,); an empty token is dead. Each map of states and
-    byte is composed once (transition monoid)."""
+    """Next states (n, classes) and classes (V,), by the transition monoid; an empty token is
+    dead."""
     maps = [np.arange(len(steps), dtype=np.int32)]  # state -> next state
     number = {maps[0].tobytes(): 0}
 

@@ -29,7 +29,7 @@ class Cache:
     """A cache that stores nothing."""
 
     pool: PagePool | None = None  # None: rows begin and end together
-    k: Sequence[Tensor] = ()  # of each layer, unless they grow
+    k: Sequence[Tensor] = ()  # of each layer
     v: Sequence[Tensor] = ()
 
     @property
@@ -37,10 +37,10 @@ class Cache:
         return sum(t.nbytes for t in (*self.k, *self.v))
 
     def reserve(self, T: int, counts: Numbers = None, rows: Numbers = None) -> Any:
-        """Begin a step of T columns: the model's argument `cache`, until its advance().
+        """Begin a step of T columns, until its advance(). Raises ValueError: a text exceeds the
+        cache.
 
         counts: tokens of each row, the rest is padding (None: T); rows: of a paged step.
-        Raises ValueError: a text would exceed the cache.
         """
         return None
 
@@ -57,10 +57,10 @@ class DynamicLayer:
     def __init__(self, window: int, max_len: int) -> None:
         self.window, self.max_len = window, max_len
         self.kv: Tensor | None = None  # (2, B, capacity, Hkv, D)
-        self.kept = 0  # tokens in the buffer
+        self.kept = 0
 
     def append(self, k: Tensor, v: Tensor) -> Appended:
-        past = min(self.kept, self.window - 1)  # earlier tokens that the first query sees
+        past = min(self.kept, self.window - 1)  # seen by the first query
         if self.kv is not None and k.shape[1] == 1 and self.kept < self.kv.shape[2]:
             self.kv[0, :, self.kept], self.kv[1, :, self.kept] = k[:, 0], v[:, 0]
             self.kept += 1
@@ -94,7 +94,7 @@ class DynamicCache(Cache):
         self.layers = [DynamicLayer(window, max_len) for window in kept]
         self.pads = tuple(pad) if pad and any(pad) else ()
         self.pad = torch.tensor(self.pads, device=device)[:, None]  # (B, 1)
-        self.stored = 0  # tokens of a row, padding included
+        self.stored = 0  # with padding
 
     @property
     def nbytes(self) -> int:
@@ -166,7 +166,7 @@ class RowsLayer:
         step, cache = self.step, self.step.cache
         seen = step.read(self.layer, k, v)
         kind, known = cache.kinds[self.layer], step.known
-        if torch.compiler.is_compiling():  # the compiler computes them once
+        if torch.compiler.is_compiling():
             known = {}
         if kind not in known:
             known[kind] = step.slots(kind, k.shape[1]).flatten()
@@ -210,10 +210,10 @@ class StaticCache(Cache):
 
     def reset(self) -> None:
         """Empty in place: a CUDA graph has the addresses."""
-        # Masked slots must be finite: 0 * NaN is NaN.
+        # 0 * NaN is NaN, in masked slots too.
         torch._foreach_zero_([*self.k, *self.v, self.start, self.count])
         self.lengths = [0] * len(self.start)  # `start`, on the host
-        self.counts = (0,) * len(self.start)  # `count`, on the host
+        self.counts = (0,) * len(self.start)
 
     def length(self, row: int) -> int:
         return self.lengths[row]
@@ -259,7 +259,7 @@ class StaticStep(RowsStep):
         return first[:, None] + torch.where(real, at % kind, kind)
 
     def _in_order(self, buffer: Tensor, new: Tensor, start: Tensor) -> Tensor:
-        """The last start[b] tokens of a row, then new ones: (B, slots - 1 + T, Hkv, D)."""
+        """The last start[b] tokens, then new ones: (B, slots - 1 + T, Hkv, D)."""
         (B, slots), T = (len(buffer), buffer.shape[1] - 1), new.shape[1]
         row = torch.arange(B, device=new.device)[:, None]
         i = torch.arange(slots - 1 + T, device=new.device)
@@ -294,7 +294,7 @@ class PagedCache(Cache):
         self.pool.free(row)
 
     def reserve(self, T: int, counts: Numbers = None, rows: Numbers = None) -> PagedStep:
-        """Raises OutOfPages or ValueError, as PagePool.grow()."""
+        """Raises as PagePool.grow()."""
         assert rows and len(set(rows)) == len(rows), "a sequence twice"
         step = dict(zip(rows, (T,) * len(rows) if counts is None else counts, strict=True))
         start = [self.pool.length(row) for row in rows]

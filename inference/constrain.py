@@ -1,7 +1,7 @@
-"""Constrained text: every new text matches a regular expression, within its limit.
+"""Constrained text: each new text matches a regular expression within its limit.
 
-An automaton decides which token may follow (Willard & Louf 2023, arXiv 2307.09702): one after which
-a match still fits into the tokens left, or in accepting states an end token.
+Allowed are tokens after which a match still fits into the tokens left, and in accepting states end
+tokens (Willard & Louf 2023, arXiv 2307.09702).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Automaton(nn.Module):
 
     transition: Tensor  # (states, classes) int32: the next state
     token_class: Tensor  # (V,) int64
-    least: Tensor  # (states,) int32: the fewest tokens to a match, 0 in an accepting state
-    onward: Tensor  # (states,) int32: the fewest to a longer match
+    least: Tensor  # (states,) int32: fewest tokens to a match, 0 in an accepting state
+    onward: Tensor  # (states,) int32: to a longer match
 
     def __init__(self, tables: automaton.Tables, starts: Sequence[int] | None = None) -> None:
         super().__init__()
@@ -75,8 +75,8 @@ class Automaton(nn.Module):
 
 
 def regex(pattern: str, tokenizer: Tokenizer, stop: Iterable[int] | None = None) -> Automaton:
-    """Full matches of a regular expression in Rust's syntax, ended by `stop` (None: the tokenizer's
-    ends). Raises UserError."""
+    """Full matches of a regex in Rust's syntax, ended by `stop` (None: the tokenizer's ends).
+    Raises UserError."""
     kinds = getattr(tokenizer, "decoders", ["ByteLevel"])
     if "ByteLevel" not in kinds or set(kinds) - {"ByteLevel", "Fuse"}:
         got = f"{tokenizer.name} with decoder {', '.join(kinds)}"

@@ -1,8 +1,8 @@
 """Decode steps as CUDA graphs, and the static caches that they write to.
 
-A graph holds the addresses of weights and cache, and numbers: key() has them all. Tensors that
-change are copied into its buffers. The graphs share a memory pool, which frees nothing until its
-last graph goes: all these tensors lie outside, and graphs run in one stream only.
+A graph holds numbers and the addresses of weights and cache: key() has them all. Changing tensors
+are copied into its buffers. The graphs share a memory pool, which frees nothing until its last
+graph goes: these tensors lie outside, and graphs run in one stream.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ warn = memoize(logging.getLogger("nanoattn").warning)  # once
 
 
 def choose(model: GPT, kv_cache: str, compile: bool, rows: int = 1) -> tuple[str, str | None]:
-    """The cache, and the graph of its steps: "captured", "compiled" (on CUDA then captured), None.
-    Raises ValueError."""
+    """The cache, and its steps' graph: "captured", "compiled" (on CUDA then captured), None. Raises
+    ValueError."""
     device = model.transformer.wte.weight.device
     if device.type == "cuda" and rows > 1 and int8.parameters(model):
         warn("int8 weights with several texts at a time on CUDA save memory, but are slow")
@@ -78,12 +78,12 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, fullgraph=True, dynamic=False)
 
 
-# A new cache for each call would mean a new graph, which holds its addresses.
+# A graph holds addresses: a new cache would mean a new graph.
 _idle: WeakKeyDictionary[GPT, OrderedDict[Hashable, StaticCache]] = WeakKeyDictionary()
 
 
 def static_cache(model: GPT, B: int, max_len: int, graph: str | None) -> StaticCache:
-    """An empty static cache, for graphs that of an earlier call."""
+    """An empty static cache; graphs get that of an earlier call."""
     config = model.config
     phase = model.phase()._replace(cache="static", compiled=graph == "compiled")
     device, dtype = model.transformer.wte.weight.device, getattr(torch, phase.dtype)
@@ -94,7 +94,7 @@ def static_cache(model: GPT, B: int, max_len: int, graph: str | None) -> StaticC
     if static is not None:
         static.reset()
         return static
-    with torch.inference_mode(False):  # outside it its tensors are read-only
+    with torch.inference_mode(False):  # else its tensors are read-only
         static = StaticCache(
             config.n_layer, B, max_len, config.kv_heads, config.head_dim, windows=config.windows,
             in_order=config.position == "alibi", in_buckets=not bounded, dtype=dtype, device=device,
@@ -137,7 +137,7 @@ def _place(t: Tensor | None) -> Hashable:
 
 @dataclass
 class Captured:
-    """A call by a CUDA graph. It keeps neither the model nor the cache alive."""
+    """Keeps neither the model nor the cache alive."""
 
     values: list[Any]  # their addresses are in the key
     inputs: list[Tensor]
@@ -163,7 +163,7 @@ def capture(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Captur
     graph = Captured(values, inputs, outputs)
 
     def step() -> None:
-        # A copy of the cache's step: it notes tensors, which would be the graph's.
+        # A copy: the step notes tensors, which would be the graph's.
         new = [replace(x) if isinstance(x, StaticStep) else x for x in fixed]
         made = function(*tree_unflatten(new, tree))
         tree_map(lambda to, t: to.copy_(t) if isinstance(t, Tensor) else None, outputs, made)
@@ -172,7 +172,7 @@ def capture(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Captur
         graph.replay = record(step, device)
     except Exception as e:
         why: BaseException = e
-        while why.__context__ is not None:  # the end of a failed capture raises too
+        while why.__context__ is not None:  # ending a failed capture raises too
             why = why.__context__
         reason = f"{type(why).__name__}: {str(why).strip()}".partition("\n")[0]
         warn(f"the decode step cannot be captured as a CUDA graph, and is slower: {reason}")
@@ -185,7 +185,7 @@ def possible(device: torch.device) -> bool:
 
 @memoize
 def _side(device: torch.device) -> tuple[torch.cuda.Stream, Any]:
-    """Stream of first calls and captures, and the pool of all graphs."""
+    """The stream of captures, and the pool of all graphs."""
     return torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
 
 

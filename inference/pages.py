@@ -1,9 +1,8 @@
 """The page pool of a paged KV cache. No torch.
 
-Layers with the same window share page numbers; a page that no later token sees is freed (0). The
-name of a full page hashes its token ids and the previous page's name: equal names mean equal
-prefixes, which new sequences share. Free pages keep their content until reuse, unnamed pages first.
-::
+Layers with the same window share page numbers; a page that no later token sees is freed (0). A full
+page's name hashes its token ids and the previous name: equal names mean equal prefixes, which new
+sequences share. Free pages keep their content until reuse, unnamed ones first.
 
     pages, page_size = 2          held by        name
     1   "the cat"                 A B            h1 = hash("the cat")
@@ -27,14 +26,14 @@ class OutOfPages(RuntimeError):
 
 
 def pages_for(tokens: int, page_size: int, window: int | None = None) -> int:
-    """Pages for the tokens; with a window the most that one of them sees."""
+    """With a window: the most that one token sees."""
     n = -(-tokens // page_size)
     return n if window is None else min(n, (window - 2) // page_size + 2)
 
 
 @dataclass
 class _Sequence:
-    names: list[bytes]  # of the prompt's full pages
+    names: list[bytes]  # of full pages
     length: int  # stored tokens; the pages can hold more
     pages: dict[int | None, list[int]] = field(default_factory=dict)  # of each window
 
@@ -45,7 +44,7 @@ class _Pages:
     def __init__(self, n: int, page_size: int, window: int | None) -> None:
         self.size, self.window = page_size, window
         self.holders = [0] * n  # sequences that hold each page
-        self.free = OrderedDict.fromkeys(range(1, n))  # taken from the front
+        self.free = OrderedDict.fromkeys(range(1, n))
         self.page_named: dict[bytes, int] = {}
         self.name_of: dict[int, bytes] = {}
 
@@ -89,7 +88,7 @@ class _Pages:
 
 
 class PagePool:
-    """Assign pages to sequences. A step is grow(), the model's writes, advance().
+    """A step is grow(), the model's writes, advance().
 
     n_pages: of each window (None: no window); page 0 is not used.
     """
@@ -118,8 +117,8 @@ class PagePool:
         return self._sequence(seq).length
 
     def new(self, tokens: Sequence[int] = ()) -> int:
-        """Begin a sequence with `tokens`; return its number: the last one freed, or the next. The
-        last token is not shared: its logits need a prefill."""
+        """Return a sequence's number: the last one freed, or the next. The last of `tokens` is not
+        shared: its logits need a prefill."""
         names, n = self._names(tokens), max(0, len(tokens) - 1) // self.page_size
         while (least := min(pages.prefix(names, n) for pages in self._of.values())) < n:
             n = least
@@ -140,8 +139,8 @@ class PagePool:
                 pages.release(page)
 
     def grow(self, counts: Mapping[int, int]) -> None:
-        """Reserve room for `counts`, sequence -> new tokens. Raises OutOfPages, with nothing
-        changed, or ValueError: no such sequence."""
+        """Reserve room: sequence -> new tokens. Raises OutOfPages, with nothing changed, or
+        ValueError: no such sequence."""
 
         def missing(seq: int, window: int | None) -> int:
             of = self._sequence(seq)  # more, if an earlier step reserved more than it used
@@ -159,7 +158,7 @@ class PagePool:
                 self._sequences[seq].pages[window] += taken
 
     def advance(self, counts: Mapping[int, int]) -> None:
-        """Count the tokens of grow(counts) as stored; free pages that nothing sees."""
+        """Count the tokens of grow() as stored; free pages that nothing sees."""
         for seq, n in counts.items():
             of = self._sequence(seq)
             before, of.length = of.length, of.length + n

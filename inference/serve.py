@@ -1,9 +1,9 @@
 """The scheduler: many prompts through the rows of a KV cache.
 
-With pages a new prompt replaces a finished text at once; other caches' rows begin and end together
-(Yu et al. 2022, "Orca", OSDI, section 3). A prompt, and all behind it, wait for pages for its
-longest text and those in progress, and one step for another prompt that computes pages to share. A
-text longer than block_size slides: every position moves, nothing is cached.
+With pages a new prompt replaces a finished text at once; other rows begin and end together (Yu et
+al. 2022, "Orca", OSDI, section 3). A prompt, and all behind it, wait for pages for its longest text
+and those in progress, and one step for another that computes shared pages. A text longer than
+block_size slides: every position moves, nothing is cached.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from model import GPT
 
 T = TypeVar("T")
-PREFILL = 2048  # most tokens of a batch of prompts, padded, unless one has more
+PREFILL = 2048  # most tokens of a padded batch, unless one prompt has more
 
 
 def stream(
@@ -43,7 +43,7 @@ def stream(
     prompts: as in engine.stream(); an iterator's are taken when there is room.
     max_new_tokens, generator: for all prompts, or one for each.
     slots: most texts in progress.
-    n_pages: size of the pool; None: enough for a list of prompts, or for `slots` contexts.
+    n_pages: of the pool; None: enough for a list of prompts, or for `slots` contexts.
     options: as in engine.stream(); kv_cache is "paged" by default.
     Yields the number of a prompt, and its next token; ENDED (-1) when its text has ended.
     Raises ValueError: as engine.stream(), or a prompt needs more pages than the pool has.
@@ -61,10 +61,10 @@ class Row:
     room: int  # most new tokens
     random: Iterator[Tensor] | None
     new: list[int] = field(default_factory=list)
-    slot: int = -1  # in the cache
+    slot: int = -1
     ended: bool = False  # as far as the host knows
-    n: int = field(init=False)  # tokens of the text, on the device too
-    most: int = field(init=False)  # tokens that the model may read: all but the last
+    n: int = field(init=False)  # of the text, on the device too
+    most: int = field(init=False)  # that the model may read: all but the last
 
     def __post_init__(self) -> None:
         self.n = len(self.prompt)
@@ -75,7 +75,7 @@ class Row:
         return self.ended or self.n > self.most
 
 
-Launched = tuple[Sequence[Row], Callable[[], list[list[int]]]]  # rows, and their to_host()
+Launched = tuple[Sequence[Row], Callable[[], list[list[int]]]]
 
 
 class Scheduler:
@@ -96,8 +96,8 @@ class Scheduler:
         self.constraint = combined(self.options.constraint)
         if self.constraint is not None:
             self.constraint.to(self.device)
-        # One with a parameter `lengths` is part of the step (docs/GENERATE.md). Its numbers may
-        # change between calls: each has its own graphs.
+        # With a parameter `lengths` it is part of the step (docs/GENERATE.md), and its numbers may
+        # change: each call has its own graphs.
         self.processor = self.options.logits_processor
         called = getattr(self.processor, "forward", self.processor)
         self.in_step = called is None or "lengths" in inspect.signature(called).parameters
@@ -119,7 +119,7 @@ class Scheduler:
         self.rows: list[Row] = []
         self.texts = torch.zeros(slots, 1, dtype=torch.int64, device=self.device)
         self.states = torch.zeros(slots, 2, dtype=torch.int64, device=self.device)
-        # The last step's rows; on the device their slots, lengths and tokens, (B,) each.
+        # On the device: slots, lengths and tokens (B,) of the last step's rows.
         self.batch: list[Row] = []
         self.slot = self.length = self.token = self.texts[:0, 0]
         self.decoding = False  # the same rows go on
@@ -224,14 +224,13 @@ class Scheduler:
             self.texts = torch.cat([self.texts, self.texts[:, :1].expand(-1, more)], dim=1)
         for row in rows:
             self.rows.append(row)
-            # Elsewhere the first token: harmless to processors of sets of tokens.
+            # Elsewhere the first token: harmless to sets of tokens.
             self.texts[row.slot] = row.prompt[0]
             self.texts[row.slot, : len(row.prompt)] = self._on_device(row.prompt)
             if self.constraint is not None:
                 self.states[row.slot] = self.constraint.start([row.index], [row.room])[0]
 
     def _admit_together(self) -> None:
-        """Start all waiting texts in a new cache."""
         rows, self.waiting = self.waiting, []
         for slot, row in enumerate(rows):
             row.slot = slot
@@ -280,7 +279,7 @@ class Scheduler:
             self.stats.shared_pages += pool.length(row.slot) // pool.page_size
 
     def _fit(self, rows: Sequence[Row], pool: PagePool) -> bool:
-        """True if the pool has the most pages that these rows may need."""
+        """True if these rows' most pages fit."""
         for window, n in pool.n_pages.items():
             room, needed = n - 1, 0
             if window is None:  # shared pages are held to the end
@@ -298,7 +297,7 @@ class Scheduler:
 
     def _step(self) -> Launched:
         if self.cache.pool is None and any(r.n > self.block_size for r in self.rows if not r.done):
-            self._drop_cache()  # a text slides
+            self._drop_cache()
         groups = self._groups()
         rows = [row for group in groups for row in group]
         self.decoding = rows == self.batch
@@ -315,7 +314,7 @@ class Scheduler:
             texts = processor, self.texts[self.slot], self.length
         if len(groups) == 1 and self.in_step:
             token, after, over = self._forward(sampling.next_token, rows, how, texts)
-        else:  # two graphs
+        else:
             logits = torch.cat([self._forward(sampling.next_logits, group) for group in groups])
             if processor is not None and not self.in_step:
                 lengths = [row.n for row in rows]
@@ -352,13 +351,13 @@ class Scheduler:
         return row.n - self.cache.length(row.slot)
 
     def _forward(self, function: Callable[..., T], rows: Sequence[Row], *args: object) -> T:
-        """function(read, *args), `read` as in sampling.next_logits()."""
+        """`read` as in sampling.next_logits()."""
         counts = [0 if row.done else self._reads(row) for row in rows]
         T, last = max(counts), None
         if self.decoding and T == 1 and len(rows) == len(self.batch):
             idx = self.token[:, None]
         else:
-            left = isinstance(self.cache, DynamicCache)  # padding
+            left = isinstance(self.cache, DynamicCache)
             begin = [row.n - (T if left else n) for row, n in zip(rows, counts)]
             numbers = [row.slot for row in rows], begin, [max(0, n - 1) for n in counts]
             slot, at, last = self._on_device(numbers)[:, :, None]  # (B, 1) each
@@ -367,7 +366,7 @@ class Scheduler:
             last = None if left or min(counts) == T else last
         pool = self.cache.pool
         for row in rows:
-            if pool is not None and row.n > self.block_size:  # it slides
+            if pool is not None and row.n > self.block_size:
                 pool.free(row.slot)
                 row.slot = pool.new()  # the same number
         step = self.cache.reserve(T, counts, [row.slot for row in rows])
