@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
         raise UserError(f"{printable(to)} exists: name a new folder, or delete it")
     saved = store.load(source)
     model, partial = saved.model(), to.with_name(f".{to.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # a killed export left it
+    shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
         if config.format == "transformers":

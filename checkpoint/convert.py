@@ -85,7 +85,7 @@ def save_hf(model: GPT, folder: str | Path, **more: object) -> Json:
 
 
 def init_model(source: str, policy: Policy = Policy(), **changes: object) -> GPT:
-    """Load a checkpoint, a run, a ckpt.pt, or a source of load_hf()."""
+    """Load a checkpoint, a run, a ckpt.pt, or as load_hf()."""
     if Path(source).is_file():
         return load_nanogpt(source, policy, **changes)
     if own := store.own_checkpoint(source):

@@ -1,4 +1,4 @@
-"""A run's state in checkpoints of any number of processes."""
+"""A run's state, in checkpoints."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def resumed(loaded: Loaded[TrainConfig]) -> Loaded[TrainConfig]:
         changes = {"parallel": "ddp", "context_parallel": 1} | changes
     if changes.get("parallel") == "ddp":
         changes.setdefault("shard_size", None)
-    if before.dtype == "auto":  # of an older version
+    if before.dtype == "auto":
         there = pick_device(changes.get("device", before.device))
         changes.setdefault("dtype", dtype_name(pick_dtype("auto", there)))
     try:

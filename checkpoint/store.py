@@ -199,7 +199,7 @@ def read_file(path: Path, reader: Callable[[Path], T]) -> T:
 def _verify(path: Path) -> None:
     """Raise ValueError for another CRC-32; warn for JSON, which people edit."""
     sums = _folder_of(path) / CHECKSUMS
-    if not sums.exists():  # older, or of transformers
+    if not sums.exists():
         return
     try:
         saved = load_json(sums)[path.relative_to(sums.parent).as_posix()]

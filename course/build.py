@@ -56,7 +56,7 @@ def fresh() -> Iterator[tuple[Path, str, list[str]]]:
     """Each file, its new text, and the places that differ."""
     for path in (*sorted((ROOT / "course").glob("*.md")), PLAN):
         yield path, *rebuild(path.read_text(encoding="utf-8"), path)
-    for name in NOTEBOOKS:  # from the new pages
+    for name in NOTEBOOKS:
         path, text = ROOT / "notebooks" / f"{name}.ipynb", notebook(name)
         same = path.exists() and path.read_text(encoding="utf-8") == text
         yield path, text, [] if same else ["the notebook"]

@@ -41,7 +41,7 @@ Piece = tuple[int, str | None, int, int]
 
 def source_files(source: str) -> list[Path]:
     """The file, or all text files of a folder tree, sorted, each once. Raises UserError."""
-    found: dict[str, Path] = {}  # by real path
+    found: dict[str, Path] = {}
 
     def visit(path: Path, above: frozenset[str]) -> None:
         real = os.path.realpath(path, strict=True)

@@ -90,7 +90,7 @@ def _nanogpt_meta(folder: Path) -> Json:
                 raise ValueError("stoi and itos differ")
             if not 1 <= len(vocabulary) <= V <= 2**16:
                 raise ValueError(f"vocab_size is {V}, for {len(vocabulary)} characters in uint16")
-        except Exception as e:  # damage raises any
+        except Exception as e:
             why = f"{type(e).__name__}: {printable(first_line(e))}"
             raise UserError(f"{printable(path)} is not of nanoGPT's prepare.py ({why})") from e
         tokenizer = {"name": "char", "vocabulary": vocabulary, "eot": None}
@@ -162,7 +162,7 @@ def _bin(path: Path, meta: Json) -> Tokens:
 @dataclass(frozen=True)
 class Documents:
     eot: int
-    begins: bool  # else it ends one
+    begins: bool  # it begins a document, or ends it
 
     @classmethod
     def of(cls, folder: Path, meta: Json) -> Documents:
@@ -199,7 +199,7 @@ class Batches:
         # A window's last target begins the next one. One window fewer than fits leaves room for the
         # offset.
         self.windows = max(1, (len(tokens) - 1) // block_size - 1)
-        self.slack = len(tokens) - 1 - self.windows * block_size  # largest offset
+        self.slack = len(tokens) - 1 - self.windows * block_size
         self._epoch = lru_cache(1)(self._draw_epoch)
 
     def starts(self, step: int) -> np.ndarray:

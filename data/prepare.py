@@ -82,7 +82,7 @@ def prepare(dataset: str, config: PrepareConfig) -> None:
         new = out_dir / ".partial"
         try:
             refuse_link(new)
-            shutil.rmtree(new, ignore_errors=True)  # of an interrupted run
+            shutil.rmtree(new, ignore_errors=True)
             new.mkdir()
             if dataset == "shards":
                 tokenizer, found = config.read_tokenizer(), shards.meta(config.source)

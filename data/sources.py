@@ -94,7 +94,7 @@ def strip_markdown(play: str) -> str:
         for paragraph in re.split(r"\n\s*\n", text)
     ]
     title = paragraphs[0].removeprefix("# ").upper()
-    speeches: list[list[str]] = []  # a name or "", then lines
+    speeches: list[list[str]] = []
     before = ""
     for paragraph in paragraphs:
         previous, before = before, paragraph

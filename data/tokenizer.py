@@ -127,7 +127,7 @@ class GPT2Tokenizer(_Parts):
     ends = (eot,)
 
     @cached_property
-    def bpe(self) -> Encoding:  # perhaps a download
+    def bpe(self) -> Encoding:
         return _gpt2_encoding()
 
     def encode(self, text: str) -> list[int]:

@@ -3,8 +3,6 @@ returns to Python only when it is done.
 
     regular expression  ->  automaton over bytes  ->  automaton over tokens
                               (n states, 256)           (n states, classes)
-
-Tokens with the same column are one class.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-DEAD, END, START = 0, 1, 2  # states
+DEAD, END, START = 0, 1, 2
 NEVER = 2**31 - 1  # tokens to no match
 SECONDS = 15
 GIGABYTES = 4

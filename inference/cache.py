@@ -142,7 +142,7 @@ class RowsStep:
     cache: Any
     start: Tensor  # (B,) int32, stored tokens
     count: Tensor  # (B,) int32, tokens of this step
-    known: dict[int | None, Tensor] = field(default_factory=dict, init=False)  # kind -> slots
+    known: dict[int | None, Tensor] = field(default_factory=dict, init=False)
 
     def layer(self, layer: int) -> RowsLayer:
         return RowsLayer(self, layer)  # type: ignore[arg-type]

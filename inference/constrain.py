@@ -104,6 +104,6 @@ def combined(constraints: Automaton | Sequence[Automaton | None] | None) -> Auto
         blocks.append(np.where(block < START, block, block + n - START))
         least += c.least[START:].tolist()
         n += len(block)
-    blocks.append(np.full((1, classes.shape[1]), n))  # any token
+    blocks.append(np.full((1, classes.shape[1]), n))
     tables = automaton.table(np.concatenate(blocks), token_class.reshape(-1)[1:], [*least, 0])
     return Automaton(tables, [starts.get(c, n) for c in constraints])

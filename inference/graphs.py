@@ -29,7 +29,7 @@ KV_CACHES = ("none", "dynamic", "static", "paged")
 MOST = 8  # graphs of a model
 MOST_IDLE = 2  # caches of a model
 
-warn = memoize(logging.getLogger("nanoattn").warning)  # once
+warn = memoize(logging.getLogger("nanoattn").warning)
 
 
 def choose(model: GPT, kv_cache: str, compile: bool, rows: int = 1) -> tuple[str, str | None]:
@@ -58,7 +58,7 @@ def run(model: GPT, kind: str | None, function: Callable[..., Any], args: tuple[
         return function(*args)
     graphs = _captured.setdefault(model, OrderedDict())
     at = key(function, args), of_call
-    if at not in graphs:  # run once, then captured
+    if at not in graphs:
         graphs[at], result = capture(function, args)
         while len(graphs) > MOST:
             graphs.popitem(last=False)
@@ -185,7 +185,6 @@ def possible(device: torch.device) -> bool:
 
 @memoize
 def _side(device: torch.device) -> tuple[torch.cuda.Stream, Any]:
-    """The stream of captures, and the pool of all graphs."""
     return torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
 
 

@@ -143,7 +143,7 @@ class PagePool:
         ValueError: no such sequence."""
 
         def missing(seq: int, window: int | None) -> int:
-            of = self._sequence(seq)  # more, if an earlier step reserved more than it used
+            of = self._sequence(seq)  # perhaps more, of an earlier step
             return max(
                 0, pages_for(of.length + counts[seq], self.page_size) - len(of.pages[window])
             )

@@ -30,7 +30,7 @@ INVALID = -2  # NaN, or all -inf
 
 Processor = Callable[..., Tensor]
 StopCondition = int | str | Iterable[int | str] | Callable[[int, list[int]], bool]
-Prompt = Tensor | Sequence[int] | str  # token ids, or a text
+Prompt = Tensor | Sequence[int] | str
 
 
 @dataclass

@@ -173,7 +173,6 @@ class Scheduler:
         return last in options.stop_ids or has_stop(row.new, row.prompt, tokenizer, stops)
 
     def pieces(self, row: Row, new: Iterable[int]) -> Iterator[str]:
-        """The new text of a row up to its end, as tokens arrive."""
         tokenizer, stops = self.model.tokenizer, self.options.stop_strings
         known = (token for token in new if token not in tokenizer.ends)
         return until(pieces(known, tokenizer, row.text or "", row.prompt), stops)
@@ -219,7 +218,7 @@ class Scheduler:
 
     def _begin(self, rows: Sequence[Row]) -> None:
         longest = max(len(row.prompt) + row.room for row in rows)
-        width = bucket(longest, 2 * longest + 128)  # for few graphs
+        width = bucket(longest, 2 * longest + 128)
         if (more := width - self.texts.shape[1]) > 0:
             self.texts = torch.cat([self.texts, self.texts[:, :1].expand(-1, more)], dim=1)
         for row in rows:
@@ -279,7 +278,6 @@ class Scheduler:
             self.stats.shared_pages += pool.length(row.slot) // pool.page_size
 
     def _fit(self, rows: Sequence[Row], pool: PagePool) -> bool:
-        """True if these rows' most pages fit."""
         for window, n in pool.n_pages.items():
             room, needed = n - 1, 0
             if window is None:  # shared pages are held to the end

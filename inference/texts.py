@@ -39,7 +39,6 @@ def encode(prompt: str, tokenizer: Tokenizer, block_size: int) -> tuple[str, lis
 def pieces(
     new: Iterable[int], tokenizer: Tokenizer, prompt: str, ids: Sequence[int]
 ) -> Iterator[str]:
-    """Decode new tokens as they arrive."""
     found = tokenizer.stream_decode(new, ids if prompt else ())
     if prompt[-1:].isspace() and not tokenizer.decode(ids)[-1:].isspace():
         yield next(found, "").removeprefix(" ")  # the prompt's last space has no token (WordPiece)

@@ -97,7 +97,7 @@ def grade(folder: Path) -> dict[str, dict[str, object]]:
 
 
 def graded(number: str, path: Path) -> str:
-    """"right" or the error, in its own process: an answer may exit or crash."""
+    """Return "right" or the error, from its own process: an answer may exit or crash."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result"
         command = [sys.executable, "-m", "course.exercises", number, str(path)]

@@ -110,7 +110,7 @@ def load(path: Path, names: list[str]) -> ModuleType:
 def made_of(*functions: Callable[..., object]) -> ModuleType:
     answer = ModuleType("answer")
     for function in functions:
-        plain = getattr(function, "fn", function)  # of a Triton kernel
+        plain = getattr(function, "fn", function)
         setattr(answer, plain.__name__, function)
         answer.__file__ = plain.__code__.co_filename
     return answer

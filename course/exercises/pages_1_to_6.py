@@ -1,5 +1,3 @@
-"""Checks of exercises 1 to 6, with common mistakes."""
-
 from __future__ import annotations
 
 from collections import Counter

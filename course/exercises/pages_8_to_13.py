@@ -1,5 +1,3 @@
-"""Checks of exercises 8 to 13, with common mistakes."""
-
 from __future__ import annotations
 
 import math

@@ -19,12 +19,11 @@ def table(rows: Sequence[Row], titles: Sequence[str] = ()) -> str:
 
 
 def figure(head: str, rows: Sequence[Row], below: str = "", titles: Sequence[str] = ()) -> str:
-    """A table between sizes and other words."""
     return "\n\n".join(filter(None, [f"{head}:", table(rows, titles), below]))
 
 
 def of(dtype: str, more: str = "", **sizes: int) -> str:
-    """"float32, B = 1, T = 1,024, D = 64"."""
+    """As "float32, B = 1, T = 1,024, D = 64"."""
     return ", ".join([dtype, *(f"{n} = {x:,}" for n, x in sizes.items()), *filter(None, [more])])
 
 

@@ -113,7 +113,6 @@ def spread(values: Iterable[float], digits: str) -> str:
 
 
 def table(content: Json) -> str:
-    """A row a variant."""
     rows = []
     present = {row["variant"] for row in content["rows"]} | content["speed"].keys()
     for name in (n for n in VARIANTS if n in present):

@@ -144,8 +144,6 @@ def step(model: GPT, batch: Batch, optimizer: torch.optim.AdamW) -> None:
 
 
 class Job(NamedTuple):
-    """A training in its own process."""
-
     variant: str
     task: str
     seed: int
@@ -160,7 +158,6 @@ def start_worker() -> None:
 
 
 def train(job: Job) -> Json:
-    """Return a row of the results."""
     began = time.perf_counter()
     task = RECALL if job.task == "recall" else PLAYS
     task = replace(task, max_iters=max(1, round(task.max_iters * job.scale)))

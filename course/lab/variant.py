@@ -42,7 +42,6 @@ class Variant(CausalSelfAttention):
         return 2 * self.q_size * keys  # q . k, and p v
 
     def refuse(self, *options: object) -> None:
-        """Raise NotImplementedError for options that forward lacks."""
         if any(option is not None for option in options):
             raise NotImplementedError(f"{type(self).__name__}: without segments, cache and ALiBi")
 

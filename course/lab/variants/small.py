@@ -1,5 +1,3 @@
-"""Variants of a few lines."""
-
 import math
 from dataclasses import replace
 from functools import partial
