@@ -40,8 +40,6 @@ WAYS.append({"kv_cache": "static", "compile": True})
 
 
 class Vocabulary(NamedTuple):
-    """A tokenizer of these tokens."""
-
     tokens: list[bytes]
     ends: Any = ()
 
@@ -213,7 +211,6 @@ def by_python(tokens: Tensor, logits: Tensor) -> Tensor:
 
 
 def by_hand(text: list[int], n: int) -> list[int]:
-    """The plain loop, one row."""
     for _ in range(n):
         logits = small()(torch.tensor([text[-16:]]))[0][0, -1].detach()
         counts = Counter(text[1:])
@@ -309,7 +306,7 @@ def test_weights_that_moved_are_captured_again(recorded) -> None:
         want = text(model, temperature=0, kv_cache="static")
         assert text(model, temperature=0) == want
         assert len(recorded) == n
-    with torch.no_grad():  # in place: the graph reads them
+    with torch.no_grad():
         model.transformer.wte.weight.mul_(-1)
     assert text(model, temperature=0) == text(model, temperature=0, kv_cache="static") != before
     assert len(recorded) == n

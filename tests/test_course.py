@@ -50,7 +50,6 @@ def test_what_is_generated_is_up_to_date(capsys) -> None:
 
 @pytest.mark.parametrize("line", COMMANDS)
 def test_a_command_of_the_course_runs(line, capsys, tmp_path) -> None:
-    """The other commands are parsed by test_readme.py."""
     line, _, redirected = line.partition(" > ")
     _, _, module, *words = shlex.split(line)
     if words[1:] and words[1].endswith(".py"):
@@ -165,7 +164,6 @@ def numbers(text: str) -> list[str]:
 
 
 def rows_of(text: str) -> list[list[str]]:
-    """The cells of a Markdown table, without its titles."""
     lines = [line for line in text.splitlines() if line.startswith("|")]
     return [[cell.strip(" `*") for cell in line.strip("|").split("|")] for line in lines[2:]]
 
@@ -223,7 +221,6 @@ def drawn(name: str, *kinds: str) -> list[ElementTree.Element]:
 
 @pytest.mark.parametrize("path", files("course/pictures/*.svg"), ids=lambda path: path.stem)
 def test_a_picture_fits(path: Path) -> None:
-    """It has a rule for dark mode, and no text beyond its edge (7 px a letter)."""
     assert "prefers-color-scheme: dark" in path.read_text(encoding="utf-8")
     width = float(drawn(path.stem)[0].attrib["viewBox"].split()[2])
     for e in (e for e in drawn(path.stem) if e.tag.endswith("}text")):
@@ -243,7 +240,6 @@ def test_the_picture_of_masks_is_visible() -> None:
 
 
 def test_page_13_has_the_record_of_the_lab() -> None:
-    """The table, and in the picture the state and the mean of each variant's recall."""
     record = json.loads((COURSE / "lab" / "record.json").read_text(encoding="utf-8"))
     assert lab.table(record) in page("13_variants.md")
     rows = {e.text: float(e.attrib["y"]) for e in drawn("recall") if e.get("x") == "10"}
@@ -382,7 +378,6 @@ def test_the_command_lists_and_refuses(capsys, tmp_path) -> None:
 
 @pytest.mark.slow
 def test_the_answers_of_pages_4_and_6_are_a_kernel(tmp_path, capsys, monkeypatch) -> None:
-    """The code of page 6 joins them; `attention check` finds nothing."""
     for n in "46":
         (tmp_path / f"answer{n}.py").write_text(exercise(n).right, encoding="utf-8")
     code = page("6_backward.md").split("## Train on your own kernel")[1].split("```")[1]

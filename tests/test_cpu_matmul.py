@@ -49,7 +49,6 @@ def close(got: Tensor, truth: Tensor, plain: Tensor) -> None:
 @given(st.sampled_from([(5,), (2, 3), (1, 1), (), (0,), (2, 64)]), st.sampled_from([7, 70, 128]),
        st.booleans(), st.sampled_from(["onednn", "few", "mkl"]), st.integers(0, 3), st.booleans())
 def test_linear_and_its_gradients_are_f_linear_s(rows, K, bias, float32, strided, grad) -> None:
-    """Any shape; rows, weights or biases with strides."""
     ts = [torch.randn(*rows, K), torch.randn(9, K), *([torch.randn(9)] if bias else [])]
     ts = [torch.stack([t, t], -1)[..., 0] if n == strided else t for n, t in enumerate(ts)]
     dy = torch.randn(*rows, 9)
@@ -75,7 +74,6 @@ def test_a_second_derivative_is_refused() -> None:
 
 @pytest.mark.parametrize("grad", [True, False])
 def test_a_graph_takes_the_same_products(grad: bool) -> None:
-    """By an operator: one product forward, and two of the gradients."""
     products: list[object] = []
 
     def look(graph: torch.fx.GraphModule, inputs: object) -> object:
@@ -189,7 +187,6 @@ def test_a_model_gives_the_same_loss_and_gradients_none_of_them_sparse(
 
 @pytest.mark.parametrize("head", ["onednn", "int8"])
 def test_targets_of_another_shape_are_refused(head: str) -> None:
-    """As many as tokens too: flattened they would fit."""
     model = GPT(GPTConfig(block_size=16, vocab_size=33, n_layer=1, n_head=1, n_embd=16))
     if head == "int8":
         int8.convert(model, model.head_weight)

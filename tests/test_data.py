@@ -104,7 +104,7 @@ def small_tokenizer(folder: Path, kind: str, pattern: str | None = None) -> Path
 def test_a_tokenizer_is_rebuilt_from_its_meta(gpt2: data.GPT2Tokenizer) -> None:
     letters = data.CharTokenizer(sorted({*"hello\n"}))
     assert letters.encode("hole\n") == [2, 4, 3, 1, 0]
-    assert gpt2.encode("hello world") == [31373, 995]  # OpenAI's example
+    assert gpt2.encode("hello world") == [31373, 995]
     assert gpt2.vocab_size == 50257 and gpt2.eot not in gpt2.encode("<|endoftext|>")
     for t in (gpt2, letters, data.CharTokenizer(["", "h"], eot=0)):
         again = data.from_meta(json.loads(json.dumps(t.to_meta())))
@@ -150,7 +150,6 @@ def test_a_large_pattern_is_taken_as_the_library_takes_it(tmp_path: Path) -> Non
 
 
 def test_a_signal_ends_a_pattern_without_end(tmp_path: Path) -> None:
-    """One that explodes for a text that was not tried; in threads, and in the main one."""
     folder = small_tokenizer(tmp_path / "t", "bytelevel", "(?=ab)((a|b)?){9999}(ab){9999}")
     (tmp_path / "a.txt").write_text("ab" * 3000)
     line = [sys.executable, "-m", "data", f"--source={tmp_path}/a.txt", f"--tokenizer={folder}"]

@@ -98,7 +98,6 @@ TINY: dict[str, Any] = {"dataset": "fw", "n_layer": 2, "n_embd": 8, "max_iters":
 
 
 def seen(out: Path) -> dict[int, float]:
-    """The share of pairs that are visible, of each timed step."""
     rows = metrics.read(out / "metrics.jsonl")
     return {row["iter"]: row["mfu_causal"] / row["mfu"] for row in rows if "mfu" in row}
 

@@ -40,7 +40,6 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def tiny(**changes: Any) -> GPT:
-    """Two layers, four heads of 8; weights so large that heads look somewhere."""
     torch.manual_seed(0)
     config = {"block_size": 48, "vocab_size": 100, "n_layer": 2, "n_head": 4, "n_embd": 32}
     model = GPT(GPTConfig(**{**config, **changes})).eval()  # type: ignore[arg-type]
@@ -203,7 +202,6 @@ def test_the_map_in_characters(shape) -> None:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a checkpoint of the tiny model."""
     out, model = tmp_path_factory.mktemp("run"), tiny()
     checkpoint.save(
         out, weights=model.state_dict(), optimizer={}, keep=1,

@@ -48,13 +48,11 @@ def chromium() -> Iterator[Any]:
 
 @pytest.fixture
 def said() -> list[str]:
-    """What a page logs and requests: nothing, or the test fails."""
     return []
 
 
 @pytest.fixture
 def show(chromium: Any, tmp_path: Path, said: list[str]) -> Iterator[Show]:
-    """Opens a document in the browser."""
     opened = []
 
     def open_(shown: Document, width: int = 1400, scheme: str = "light") -> Any:

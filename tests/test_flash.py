@@ -91,7 +91,6 @@ def check_inputs(x: dict[str, Any], step: int) -> None:
 
 
 def sequences(x: dict[str, Any], step: int) -> list[Sequence]:
-    """Those of a call, by the layout that its arguments have."""
     q, k, v = x["q"], x.get("k_cache", x["k"]), x.get("v_cache", x["v"])
     table = x.get("page_table", x.get("block_table"))
     lengths = x.get("cache_seqlens", x.get("seqused_k"))
@@ -160,8 +159,6 @@ BF16 = Spec(12, 12, 64, "bfloat16")
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Put a stand-in where import finds it, and forget the functions that were found before."""
-
     def install(title: str) -> Any:
         module = STAND_INS[title][1]()
         monkeypatch.setattr(flash, "_loaded", {})
@@ -218,7 +215,6 @@ def test_sdpa_flash_takes_windows_and_segments_on_cuda(case, monkeypatch) -> Non
 
 @pytest.mark.parametrize("name", GENERATIONS)
 def test_deterministic_reaches_the_package_and_no_sequence_is_empty(name, installed) -> None:
-    """Grouped heads, one query a row: 2 takes a path that counts sequences by queries."""
     module = installed(name)
     seg = torch.tensor([[0] * 3 + [1] * 5 + [2] * 4, [*range(5), *[5] * 7], [0] * 12]).int()
     q, k, v = (torch.randn(3, 12, h, 32).half() for h in (4, 2, 2))

@@ -145,7 +145,6 @@ def of_row(slopes: Tensor | None, b: int) -> Tensor | None:
 
 
 def strided(data: Any, *shape: int) -> Tensor:
-    """A leaf of this shape, whose memory has another order or gaps."""
     t = torch.randn(*shape)
     orders = [t, t.transpose(0, -2).contiguous().transpose(0, -2),
               torch.stack((t, t), dim=-1)[..., 0], torch.cat((t, t), dim=-2)[..., : shape[-2], :]]
@@ -235,7 +234,6 @@ def test_any_varlen_call(rows, heads, sides, scores, layout, name, data) -> None
 
 @pytest.mark.parametrize("name", ["manual", "tiled", "sdpa_flash"])
 def test_nan_in_one_text_reaches_no_other(name) -> None:
-    """Neither from q, k, v nor from the output's gradient, forward and backward."""
     nanoattn.use(name)
     ends = ints(0, 40, 41, 78, 78, 83, 123)
     clean, got = [torch.randn(123, 2, 8) for _ in range(4)], []
@@ -539,7 +537,6 @@ def test_the_report_names_each_kind_its_kernel_and_what_was_refused() -> None:
 
 
 def test_a_compiled_function_has_calls_of_several_kinds() -> None:
-    """In one graph, with sizes that change; rotated in place with offsets in a tensor."""
     nanoattn.use("auto")
     cos, sin = torch.randn(2, 40, 3)
 

@@ -55,7 +55,6 @@ CHUNKS = [(33, 97), (97, 97), (64, 64), (128, 128), (2, 97), (97, 33), (3, 3), (
     (Spec(3, 1, 20, "float16", grad=False), CHUNKS, 2, (None, 1, 97), 3),
 ], ids=["lengths", "narrow", "bfloat16", "scale", "float16"])
 def test_all_lengths_and_windows_take_three_compilations(spec, shapes, B, windows, graphs) -> None:
-    """1, up to 128, more than 128."""
     before, dtype = counters["stats"]["unique_graphs"], getattr(torch, spec.dtype)
     for (Tq, Tk), window in product(shapes, windows):
         draw = torch.Generator().manual_seed(Tq * 1000 + Tk)

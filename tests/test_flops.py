@@ -90,7 +90,7 @@ def test_the_formula_against_flop_counter_mode(options, checkpointing) -> None:
     model = GPT(config)
     model.gradient_checkpointing = checkpointing
     idx = torch.randint(65, (B, T))
-    model(idx, idx)  # the probe of the backend is none of the model's work
+    model(idx, idx)
 
     def addmm_flops(self, a, b, out_shape, **kwargs) -> int:  # the shapes of its arguments
         return 2 * a[0] * a[1] * b[1]
@@ -198,7 +198,6 @@ def test_a_measured_peak_leaves_the_random_state_alone(dtype, monkeypatch) -> No
 
 
 def test_mfu() -> None:
-    """312e12 / 854.77e6 tokens a second would be all of an A100."""
     a100 = Peak(312, "datasheet")
     full, causal = Speed(GPT2, 1024, 150_000, a100).mfu
     assert full == pytest.approx(150_000 * 854.770e6 / 312e12, rel=1e-5)
@@ -220,7 +219,7 @@ def test_a_measured_peak_is_kept_and_shown_with_its_age(kept: Path) -> None:
     found = [flops.peak("cpu", "float32") for _ in range(2)]
     assert [p.tflops for p in found] == [1.0, 1.0] and all(p.measured for p in found)
     assert all(p.of == " of measured peak" for p in found)
-    assert flops.peak("cpu", "bfloat16").tflops == 2.0  # another rate
+    assert flops.peak("cpu", "bfloat16").tflops == 2.0
     text = kept.read_text(encoding="utf-8")
     today = str(datetime.now(timezone.utc).date())
     before = str(datetime.now(timezone.utc).date() - timedelta(days=6))

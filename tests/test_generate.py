@@ -46,7 +46,6 @@ PAIRS = [(name, kv) for kv in CACHES for name in BACKENDS if can_decode(name, kv
 
 
 def lively(**changes: Any) -> GPT:
-    """A model whose texts do not repeat one token, which would hide errors."""
     return build(scale=20.0, **changes).eval()
 
 
@@ -80,7 +79,6 @@ def test_greedy_tokens_are_those_without_a_cache(name, kv) -> None:
 
 
 def caches(kv: str, model: GPT, B: int, max_len: int) -> Any:
-    """A function T -> step of a new cache."""
     config = model.config
     sizes = {"dtype": model.transformer.wte.weight.dtype}
     heads = config.kv_heads, config.head_dim
@@ -103,7 +101,6 @@ CHUNKS = {"prefill": [16], "chunked prefill, decode": [4, 5, 2, *[1] * 5]}
 
 @torch.no_grad()
 def cached_logits(model: GPT, idx: Tensor, kv: str, chunks: list[int]) -> Tensor:
-    """The logits (B, T, V) of tokens in chunks."""
     reserve, logits, n = caches(kv, model, len(idx), 16), [], 0
     for T in chunks:
         step = reserve(T)
@@ -266,7 +263,6 @@ def test_a_decode_step_is_one_graph_for_each_bucket(name, eager_graphs) -> None:
 
 @pytest.mark.slow
 def test_the_compiler_gives_the_same_tokens() -> None:
-    """inductor itself, on a small model."""
     torch._dynamo.reset()
     compiled.cache_clear()
     model = lively(n_layer=1, attention_window=6)
@@ -323,7 +319,6 @@ def test_a_text_ends_before_a_stop_string(stops, kv) -> None:
 
 
 def test_texts_give_texts_and_ids_give_ids() -> None:
-    """No id without a token is drawn; of texts an end token is no part, ids go on."""
     model = talker()
     one = engine.generate(model, "ab", 30, **seeded())
     assert isinstance(one, str) and one.startswith("ab") and len(one) > 30
@@ -430,7 +425,7 @@ def test_on_a_gpu_decoding_never_synchronizes(kv, on) -> None:
     model, prompts = lively(block_size=128).cuda(), [p.cuda() for p in ragged()]
     generators = [torch.Generator(on).manual_seed(row) for row in range(4)]
     how = {"kv_cache": kv, "top_k": 5, "generator": generators}
-    list(engine.stream(model, prompts, 100, **how))  # warm-up
+    list(engine.stream(model, prompts, 100, **how))
     steps = engine.stream(model, prompts, 100, **how)
     next(steps)
     torch.cuda.set_sync_debug_mode("error")

@@ -61,7 +61,6 @@ def is_lost(name: str, case: str) -> bool:
 ])
 @pytest.mark.parametrize("name", every(2, HERE))
 def test_a_model_is_right_or_refused(name: str, backend: str) -> None:
-    """The table of docs/HF.md has the same refusals."""
     page = hf_table.PAGE.read_text(encoding="utf-8")
     row = re.search(rf"^\|[\w, ]*\b{name}\b[\w, ]*\| (.+) \|$", page, re.M)
     notes = dict(re.findall(r"^\[(\d+)\] refused: (.+)$", page, re.M))
@@ -247,7 +246,6 @@ def test_gpt2s_scale_of_each_layer_is_honoured_or_refused() -> None:
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
 def test_a_prompt_in_three_parts(name: str, cache: str) -> None:
-    """Several queries after a cache, neither prefill nor decoding: the same as all at once."""
     ids, tokens = hf_table.batch("left-padded")
     for implementation in ("nanoattn:tiled", "nanoattn:manual"):
         model = build(name, implementation)
@@ -407,7 +405,6 @@ encoders = pytest.mark.skipif(VERSION < (5, 0), reason="transformers before 5 re
 @pytest.mark.parametrize("padding", PADDINGS)
 @pytest.mark.parametrize("name", ENCODERS)
 def test_encoders_and_cross_attention(name: str, padding: str) -> None:
-    """As eager attention, forward and backward, in every layer by our kernels."""
     mask = PADDINGS[padding]
     asked = encoder_inputs(name, mask)
     if mask is not None and "attention_mask" not in asked:
@@ -436,7 +433,6 @@ def test_encoders_and_cross_attention(name: str, padding: str) -> None:
 
 @encoders
 def test_attention_weights_of_a_model() -> None:
-    """As eager attention returns them, with a warning."""
     for name, key in (("bert", "attentions"), ("bart", "cross_attentions"),
                       ("llama", "attentions")):
         asked = encoder_inputs(name, TEXTS)

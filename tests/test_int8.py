@@ -72,7 +72,6 @@ def test_the_product_is_that_of_the_widened_weights(rows, K, bias, dtype) -> Non
 
 
 def test_no_weight_is_widened_for_a_decode_step() -> None:
-    """The kernel reads a quarter of the bytes."""
     q, scale = int8.quantize(torch.randn(96, 256))
     for rows, widened in ((1, False), (16, False), (70, True)):
         with torch.profiler.profile(record_shapes=True) as profile:
@@ -101,7 +100,6 @@ def test_the_compiler_gives_the_same_tokens() -> None:
 
 
 def test_the_model_is_nearly_what_it_was() -> None:
-    """And a layer keeps its bias, also where its row is zero."""
     x, made = torch.arange(40).view(1, 40), model()
     layer = made.transformer.h[0].mlp.c_fc
     layer.bias.data.normal_()

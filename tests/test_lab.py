@@ -30,7 +30,6 @@ X = torch.randn(2, T, C, dtype=F64, generator=torch.Generator().manual_seed(1))
 
 
 def layer(name: str, number: int = 0, first: Any = None, **changes: Any) -> Any:
-    """A layer of a variant, with random weights."""
     torch.manual_seed(number)
     variant = VARIANTS[name]
     made = variant(GPTConfig(**SIZES | variant.settings | changes), number, first)
@@ -40,7 +39,6 @@ def layer(name: str, number: int = 0, first: Any = None, **changes: Any) -> Any:
 
 
 def run(made: Any, backend: str = "manual", rope: Any = None) -> Tensor:
-    """The output of a layer for X, by a backend of this project."""
     spec = made.request(attention.Spec(H, made.kv_size // D, D, "float64", made.window))
     chosen = attention.select(backend, spec, "cpu", attention.Policy(fallback=False))
     return made(X, chosen.backend.attend, spec, None, rope)
@@ -52,7 +50,6 @@ def angles() -> tuple[Tensor, Tensor]:
 
 
 def by_their_names(name: str, made: Any) -> dict[str, Tensor]:
-    """The weights of a layer as transformers names them."""
     if name == "mla":
         q, c = made.c_attn.weight.split([H * (D + made.R), made.rank + made.R])
         found = {"q_proj": q, "kv_a_proj_with_mqa": c, "kv_a_layernorm": made.c_norm.weight,

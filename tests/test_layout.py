@@ -29,7 +29,6 @@ BUDGETS |= {name: BUDGETS.get(name, 160) for name in (f"attention/{k}.py" for k 
 
 
 def in_rooms(*suffixes: str) -> list[str]:
-    """Patterns of the files in the rooms."""
     rooms = ({*BELOW} | TOP) - COMMANDS - {"model"}
     return [f"{room}/**/*.{suffix}" for room in rooms for suffix in suffixes]
 

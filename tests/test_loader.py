@@ -130,7 +130,6 @@ def test_evaluation_takes_the_same_windows_for_any_world(
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A prepared dataset of ten different tokens."""
     source = tmp_path / "source.txt"
     source.write_text("0123456789" * 100)
     folder = tmp_path / "shakespeare_char"
@@ -148,7 +147,6 @@ def test_load_gives_the_tokens_that_fit_the_model(folder: Path) -> None:
 
 
 def interrupted(folder: Path) -> None:
-    """As an interrupted preparation leaves it."""
     (folder / "meta.json").unlink()
     (folder / ".partial").mkdir()
 
@@ -181,7 +179,6 @@ LARGE = bytes(1798) + (5000).to_bytes(2, "little")  # as many tokens, the last t
 ])
 def test_a_damaged_dataset_is_an_error(folder: Path, damage: Any, named: str, repaired: Any
                                        ) -> None:  # fmt: skip
-    """And the command in it, if there is one, repairs it."""
     damage(folder)
     with pytest.raises(UserError, match=named) as error:
         data.load(folder, "train", 8, 10)

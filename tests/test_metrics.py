@@ -122,8 +122,6 @@ def test_a_folder_that_vanishes_and_a_full_disk_lose_no_row(how, tmp_path, caplo
 
 
 class FakeWandb(types.ModuleType):
-    """A wandb whose functions raise where they are told to."""
-
     def __init__(self, *failing: str) -> None:
         super().__init__("wandb")
         self.failing, self.calls = failing, []

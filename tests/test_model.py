@@ -56,7 +56,6 @@ def build(config: GPTConfig = TINY, scale: float = 5.0, **changes: Any) -> GPT:
 
 def gradients(model: GPT, idx: Tensor, targets: Tensor, segments: Tensor | None = None,
               seed: int = 0) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss and the gradient of every parameter."""
     model.zero_grad()
     torch.manual_seed(seed)
     _, loss = model(idx, targets, segments)
@@ -88,7 +87,7 @@ def test_the_initial_weights() -> None:
             want = 0.02 / math.sqrt(16) if name.endswith("c_proj.weight") else 0.02
             assert float(p.detach().std()) == pytest.approx(want, rel=0.06), name
     _, loss = model(tokens(), tokens(seed=1))
-    assert float(loss.detach()) == pytest.approx(math.log(37), abs=0.15)  # it knows nothing yet
+    assert float(loss.detach()) == pytest.approx(math.log(37), abs=0.15)
 
 
 # --- GPT-2 as transformers has it ---
@@ -281,7 +280,7 @@ def test_the_logits_of_the_whole_batch_never_exist(dtype, monkeypatch) -> None:
     monkeypatch.setattr(loss_module, "chunk_rows", lambda N, V, *about: rows)
     model, idx = GPT(GPTConfig(16, V, 1, 1, 4, attention_backend="sdpa")), tokens(4, 16, V)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == "bfloat16"):
-        model(idx, idx)  # the backend is probed
+        model(idx, idx)
         with Largest() as seen:
             model(idx, idx)[1].backward()
     assert seen.numbers == rows * V  # and V * C = 4000 is less; all logits would be 64,000
@@ -393,7 +392,7 @@ def test_gradient_checkpointing_changes_no_bit(name, dropout) -> None:
         model.transformer.h[0].register_forward_pre_hook(lambda *a: calls.append(1))
         loss, grads = gradients(model, *BATCHES[True])
         results.append({**grads, "loss": loss, "random state": torch.get_rng_state()})
-    assert len(calls) == 1 + 2  # it did compute the block again
+    assert len(calls) == 1 + 2
     assert all(torch.equal(t, results[1][n]) for n, t in results[0].items())
 
 

@@ -46,7 +46,6 @@ def muon(model: GPT, **how: Any) -> Any:
 
 
 def pieces(model: GPT, name: str) -> list[int]:
-    """The rows of each matrix in a parameter, by hand."""
     if "c_attn" in name:
         return [12, 12, 12] if model.config.kv_heads == 2 else [12, 6, 6]
     if "c_fc" in name and model.config.mlp == "swiglu":
@@ -181,7 +180,6 @@ def alone(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def same(out: Path, alone: Path) -> None:
-    """Losses and weights are those of one process."""
     want, found = losses(alone / "one"), losses(out)
     assert want["20 loss"] < want["1 loss"] - 0.3
     assert {"20 val_loss", *(f"{step} loss" for step in range(11, 21))} < found.keys()

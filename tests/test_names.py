@@ -93,7 +93,7 @@ def test_a_kernel_runs_once_a_process_when_it_is_used(name, package, capsys) -> 
     assert (chosen.backend.name, chosen.requested) == ("mine", name)
     others = [name, "./mine.py", str(package / "mine.py")] if name == "mine.py" else [MINE[1]]
     assert {id(get(other)) for other in others} == {id(chosen.backend)}
-    ran = capsys.readouterr().out  # of a module, once for both of its names
+    ran = capsys.readouterr().out
     assert ran == "it ran\n" or (ran == "" and name != "mine.py")
 
 
@@ -133,7 +133,6 @@ def test_what_is_no_kernel_is_an_error_of_one_line(name, text, words, package) -
 
 @pytest.mark.parametrize("name", CODE)
 def test_a_checkpoint_a_resumed_run_or_a_record_runs_no_code(name, package, caplog, capsys) -> None:
-    """Only if it is named again."""
     config = GPTConfig(vocab_size=16, attention_backend=name, **SIZES)
     settings = train.TrainConfig(out_dir="out", attention_backend=name, **SIZES)
     checkpoint.save(

@@ -64,7 +64,6 @@ def test_the_lesson_runs_unsolved(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_qualify_keeps_its_record(tmp_path: Path) -> None:
-    """With the first stage alone."""
     records = tmp_path / "records"
     said = executed(NAMES[1], tmp_path, **{'records"]': 'records", "--stages=1"]',
                                            "out/records": str(records)})
@@ -94,7 +93,7 @@ def test_the_site_is_complete(tmp_path: Path) -> None:
     run, out = tmp_path / "run", tmp_path / "site"
     data = test_train.make_data(tmp_path, test_train.TEXT + site.PROMPT)
     test_train.run(data, run, max_iters=1, block_size=64)
-    assert site.main([f"--run={run}", f"--out={out}"]) == 0  # a dead link is an error
+    assert site.main([f"--run={run}", f"--out={out}"]) == 0
     assert "<math" in (out / "course/1_softmax.html").read_text(encoding="utf-8")
     assert "To be" in (out / "explain.html").read_text(encoding="utf-8")
     with browsers.running() as browser:

@@ -54,7 +54,6 @@ SLOW = [pytest.param(*row, marks=pytest.mark.slow) for row in (
 @pytest.mark.parametrize("name, examples", [
     ("manual", 30), ("tiled", 40), ("sdpa", 40), ("sdpa_flash", 40), ("triton", 3), *SLOW])
 def test_any_call(name: str, examples: int) -> None:
-    """Without what the backend does not declare, which test_attention.py sees refused."""
     grad = name != "flex"
 
     @settings(max_examples=examples, deadline=None)

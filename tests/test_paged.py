@@ -80,7 +80,6 @@ def poisoned(spec: Spec, n_pages: int, device: str = "cpu") -> PagedCache:
 
 
 def draw(spec: Spec, lengths: Sequence[int], seed: int = 0) -> list[list[Tensor]]:
-    """q, k and v, (T, heads, D), of each row."""
     rng = torch.Generator().manual_seed(seed)
     heads = (spec.n_head, spec.n_kv_head, spec.n_kv_head)
     return [[torch.randn(T, h, spec.head_dim, generator=rng).to(getattr(torch, spec.dtype))

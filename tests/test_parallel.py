@@ -80,7 +80,6 @@ def lines(data_dir: Path, out: Path, **runs: dict[str, Any]) -> dict[str, list[s
 
 
 def losses(out: Path) -> dict[str, float]:
-    """Of every step, and of the evaluations."""
     return {
         f"{row['iter']} {key}": row[key]
         for row in metrics.read(out / "metrics.jsonl")
@@ -96,13 +95,11 @@ def ended_well(results: list[dict[str, tuple[int | str, str]]]) -> None:
 
 
 def near(found: dict[str, float], want: dict[str, float]) -> bool:
-    """True if each loss is within 1e-5 of the other run's, where that has one."""
     return all(abs(loss - want.get(key, loss)) < 1e-5 for key, loss in found.items())
 
 
 @pytest.fixture(scope="module")
 def alone(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
-    """The losses of one process."""
     out = tmp_path_factory.mktemp("alone")
     assert run_line(lines(data_dir, out, one={})["one"], out / "one").code == 0
     found = losses(out / "one")

@@ -110,7 +110,6 @@ def test_a_trace_runs_nothing_and_says_that_it_proves_nothing(tmp_path: Path, ca
     ("trace, plan", True), ("trace, plan, other shape", True), ("plan, trace", True),
     ("trace, plan", False)])
 def test_what_a_plan_refuses_no_trace_takes_or_goes_on_with(order, fallback, tmp_path) -> None:
-    """It takes another kernel, or it is an error; also after a plan of eager calls."""
     file = kernels.as_file(tmp_path, lambda q, k, v, spec, **o: manual.attend(q, k, 2 * v, spec))
     model = GPT(replace(TINY, attention_backend=file), Policy(fallback=fallback)).eval()
     compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=False)
@@ -131,7 +130,6 @@ def test_what_a_plan_refuses_no_trace_takes_or_goes_on_with(order, fallback, tmp
 
 @pytest.mark.parametrize("before", ["tiled", "manual"])
 def test_a_graph_that_cannot_hold_a_kernel_says_what_to_do(before) -> None:
-    """Whether or not another kernel was in it first; with breaks it is right."""
     whole, broken = (torch.compile(lambda q: fa.flash_attn_func(q, q, q, causal=True),
                                    backend="eager", fullgraph=full) for full in (True, False))
     fa.use(before)
@@ -332,7 +330,6 @@ def test_after_ctrl_c_in_a_choice_the_next_one_goes_on(tmp_path: Path) -> None:
 
 
 def on_rank(rank: int, n: int, file: str, fallback: bool) -> tuple[str, list[str]]:
-    """The kernel that a rank plans, and the warnings of the process."""
     os.environ["RANK"], said, handler = str(rank), list[str](), logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("nanoattn").addHandler(handler)

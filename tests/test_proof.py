@@ -70,8 +70,6 @@ def test_a_right_kernel_of_a_compiler_passes(name) -> None:
 
 
 def of(change: Callable[[Spec], Spec]) -> Callable[..., Tensor]:
-    """A kernel that computes another Spec."""
-
     def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **options: Any) -> Tensor:
         new = change(spec)
         given = {n: t for n, t in options.items() if n == "cache" or getattr(new, n)}
@@ -81,12 +79,10 @@ def of(change: Callable[[Spec], Spec]) -> Callable[..., Tensor]:
 
 
 def on(change: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Tensor]:
-    """A kernel that takes other inputs."""
     return lambda q, k, v, spec, **more: manual.attend(*change(q, k, v), spec, **more)
 
 
 def after(change: Callable[..., Any]) -> Callable[..., Any]:
-    """A kernel that returns change(out, v)."""
     return lambda q, k, v, spec, **more: change(manual.attend(q, k, v, spec, **more), v)
 
 

@@ -91,7 +91,6 @@ def test_a_record_that_was_cut_off_says_so_and_may_have_fewer_rounds(content: Co
 def test_every_record_here_is_accepted_and_the_board_is_up_to_date(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A private record may be there, on the board already or not."""
     assert {1, 2, 3} <= {whole["format"] for whole in OLD.values()}
     page = board.PAGE.read_text(encoding="utf-8")
     for path in board.FOLDER.iterdir():

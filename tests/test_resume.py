@@ -41,7 +41,6 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def straight(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The run that nothing interrupts."""
     r = run(data_dir, tmp_path_factory.mktemp("straight") / "out", **FULL)
     assert r.code == 0 and list(r.losses()) == list(range(1, 41))
     assert list(r.evaluations()) == [0, 10, 20, 30, 40]
@@ -49,14 +48,12 @@ def straight(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def same(r: Run, straight: Run) -> None:
-    """Fails where a loss differs by a bit, or a row is doubled, missing or out of order."""
     assert r.losses() == straight.losses()
     assert r.evaluations() == straight.evaluations()
     assert [row["iter"] for row in r.rows] == [row["iter"] for row in straight.rows]
 
 
 def line_to_go_on(r: Run) -> list[str]:
-    """The arguments of the command that a stopped run prints."""
     (line,) = [x for x in r.out.splitlines() if "--init_from=resume" in x]
     return shlex.split(line.split("python train.py ")[1])
 
@@ -108,7 +105,6 @@ def signalled(patch: pytest.MonkeyPatch, signals: tuple[int, ...], when: Callabl
 
 
 def in_step(step: int) -> Callable[[Any], bool]:
-    """In the first of two micro-batches of this step."""
     calls = iter(range(1, 10**9))
     return lambda model: model.training and next(calls) == 2 * step - 1
 

@@ -68,7 +68,6 @@ def answer(n: int, what: str) -> list[Any]:
 
 
 def place(rank: int, n: int) -> Ring:
-    """A place in a ring that sends nothing."""
     ring = Ring()
     ring.rank, ring.size = rank, n
     return ring
@@ -104,8 +103,6 @@ def all_cases(ring: Ring, cases: list[Case] = CASES, inner: tuple[str, ...] = IN
 
 @pytest.mark.parametrize("n", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3, 4))])
 def test_every_case_is_right_whatever_the_number_of_processes(n) -> None:
-    """The bound knows nothing of the number of processes: it is the same at 4 as at 1. Three know
-    the next from the one before."""
     by_rank = [all_cases(Ring())] if n == 1 else answer(n, "of three" if n == 3 else "cases")
     if n == 1 and not BACKENDS["triton"].why_not(Spec(1, 1, 16, "float32", lse=True), HERE):
         by_rank.append(all_cases(Ring(), OF_THREE[1:], ("triton",), ("float32",)))

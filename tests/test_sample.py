@@ -43,14 +43,12 @@ def text_of(*words: str) -> list[str]:
 
 
 def rows_of(out: Path, *words: str) -> list[dict[str, Any]]:
-    """What the command writes to --out."""
     code, shown, err = enter(sample.main, ["--device=cpu", *words, f"--out={out}"])
     assert (code, shown) == (0, ""), err
     return [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
 
 
 def refused(*words: str) -> str:
-    """The error message."""
     code, out, err = enter(sample.main, ["--device=cpu", *words])
     assert code == 2 and "Traceback" not in out + err, (out, err)
     return err
@@ -90,7 +88,6 @@ def test_a_stream_is_the_same_text(how, trained):
 
 
 def test_a_prompt_from_a_file(trained, tmp_path, monkeypatch):
-    """A byte order mark is no part of it."""
     monkeypatch.chdir(tmp_path)
     path = Path("FILES: LIFE.txt")
     want = text_of(*of(trained, "--start=Bob keeps the\nmoon"))
@@ -138,7 +135,6 @@ def test_a_vocabulary_with_gaps_and_without_a_newline(tmp_path):
 
 @pytest.mark.parametrize("kind", ["itself", "link", "hard link"])
 def test_answers_replace_no_other_file(kind, trained, tmp_path):
-    """Neither the prompts, by whatever name, nor what a link leads to."""
     (path := tmp_path / "precious").write_text("Ann sees\n")
     out = tmp_path / "out.jsonl" if kind != "itself" else path
     if kind != "itself":
@@ -150,7 +146,6 @@ def test_answers_replace_no_other_file(kind, trained, tmp_path):
 
 @pytest.mark.parametrize("kv", ["dynamic", "paged"])
 def test_prompts_from_a_file(kv, trained, tmp_path):
-    """In order, each prompt continued as alone."""
     wanted = ["Ann sees", " The king ", "m", "Bob keeps the moon and"]
     (path := tmp_path / "prompts").write_text("\n\n".join(wanted) + "\n")
     words = of(trained, f"--prompts={path}", "--num_samples=2", f"--kv_cache={kv}", n=15)
@@ -185,7 +180,6 @@ def test_texts_are_written_in_the_order_of_their_prompts(how, trained, tmp_path)
 
 @pytest.mark.parametrize("how, n", [("batch", 4), ("stream", 4), ("stream", 0), ("out", 4)])
 def test_ctrl_c_keeps_what_was_written(how, n, trained, tmp_path, monkeypatch):
-    """In the second of three batches, after n tokens."""
     words = ["--device=cpu", *of(trained, "--num_samples=3", "--batch_size=1", n=10)]
     path = tmp_path / "out.jsonl"
     words += {"batch": [], "stream": ["--stream"], "out": [f"--out={path}"]}[how]

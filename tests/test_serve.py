@@ -27,14 +27,12 @@ def seeds() -> Iterator[torch.Generator]:
 
 
 def alone(model: GPT, prompt: Any, n: int, index: int, **options: Any) -> list[int]:
-    """The text of generate() without a cache."""
     generator = torch.Generator().manual_seed(index)
     (text,) = engine.generate(model, [prompt], n, generator=[generator], kv_cache="none", **options)
     return text.tolist()
 
 
 def whole(model: GPT, prompts: Any, n: Any, **options: Any) -> Iterator[tuple[int, list[int]]]:
-    """Each text when it ends: the number of its prompt, its new tokens."""
     new: dict[int, list[int]] = {}
     with closing(serve.stream(model, prompts, n, **options)) as got:
         for index, token in got:
@@ -46,7 +44,6 @@ def whole(model: GPT, prompts: Any, n: Any, **options: Any) -> Iterator[tuple[in
 
 
 def texts_of(model: GPT, prompts: Any, n: Any, **options: Any) -> list[list[int]]:
-    """In the order of the prompts."""
     found = dict(whole(model, prompts, n, generator=seeds(), **options))
     assert sorted(found) == list(range(len(found)))
     return [[*map(int, prompt), *found[i]] for i, prompt in enumerate(prompts)]
