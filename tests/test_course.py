@@ -94,7 +94,7 @@ def seen(Tq: int, Tk: int, window: int | None = None) -> torch.Tensor:
 
 
 def memory() -> Any:
-    """manual keeps q, k, v, P and a mask of a byte; tiled q, k, v, O and L."""
+    """manual keeps q, k, v, P and a byte mask; tiled q, k, v, O and L."""
     rows = []
     for n in (256, 512):
         x, p = 4 * n * 64 * 4, 4 * n * n
@@ -124,8 +124,7 @@ def tiles(Tq: int, Tk: int, B_r: int, B_c: int, window: int | None) -> Any:
 
 
 def ring_work(N: int, T: int, window: int | None) -> Any:
-    """Percent of the visible pairs, by process and step; where no process has the slowest of each
-    step, these stand in a row below."""
+    """Percent of visible pairs, by process and step; the slowest in a row below."""
     rows: list[list[float]] = []
     for place in (lambda t: t * N // T, lambda t: min(c := t * 2 * N // T, 2 * N - 1 - c)):
         count = torch.zeros(N, N)
@@ -139,7 +138,7 @@ def ring_work(N: int, T: int, window: int | None) -> Any:
 
 
 def rope() -> Any:
-    """Wavelengths 2 pi theta^(i / 64); one longer than 8,192 tokens is 8 times as long, scaled."""
+    """Wavelengths 2 pi theta^(i / 64), 8 times as long above 8,192 tokens."""
     rows = []
     for pair in (0, 63):
         turns = [math.tau * theta ** (pair / 64) for theta in (10000, 500000)]
@@ -170,7 +169,6 @@ def rows_of(text: str) -> list[list[str]]:
 
 @pytest.mark.parametrize("line", FIGURES)
 def test_the_numbers_of_a_figure_are_its_formula(line) -> None:
-    """Each is rounded to the digits that are shown."""
     text, (rows, below) = figures.draw(line.split()), FIGURES[line]
     found = [[n for cell in row for n in numbers(cell)] for row in rows_of(text)]
     last = numbers(text.rpartition("\n\n")[2])[-len(below) :] if below else []
@@ -214,7 +212,7 @@ def test_figures_refuse_what_they_do_not_take(words) -> None:
 
 
 def drawn(name: str, *kinds: str) -> list[ElementTree.Element]:
-    """The elements of a picture with one of these classes, in its order."""
+    """In the picture's order."""
     root = ElementTree.parse(COURSE / "pictures" / f"{name}.svg").getroot()
     return [e for e in root.iter() if not kinds or e.get("class") in kinds]
 
@@ -290,7 +288,6 @@ FAST = [(n, False) for n in NUMBERS if n not in ("7.5", "7.6")]
 
 @pytest.mark.parametrize("number, all_mistakes", [*FAST, *SLOW])
 def test_an_exercise_tells_right_from_wrong(number, all_mistakes, tmp_path) -> None:
-    """Its answer passes, its start does not, and common mistakes are named."""
     task = exercise(number)
     assert verdict(number, task.right, tmp_path) == "right"
     assert verdict(number, task.start, tmp_path) != "right"
@@ -347,7 +344,7 @@ def test_an_answer_is_judged_however_it_is_written(number, text, said, tmp_path)
 @pytest.mark.slow
 @pytest.mark.ci
 def test_a_class_is_graded(tmp_path, capsys) -> None:
-    """Answers that print, exit, import another file or come twice; a student without answers."""
+    """Answers that print, exit, import or come twice; a student without any."""
     for name, text in {
         "ada/answer1.py": exercise("2").right, "ada/answer07_1_b.py": exercise("7.1").right,
         "bob/mine.py": exercise("1").right, "bob/answer1-old.py": "", "bob/.saved/answer2.py": "",

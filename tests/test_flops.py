@@ -29,7 +29,6 @@ GPT2 = GPTConfig(bias=False)  # 124M, vocabulary 50304, T = 1024
 
 
 def test_gpt2_124m_by_hand() -> None:
-    """Also with a window, which makes only the causal count smaller."""
     N = 123_587_328
     with torch.device("meta"):
         model = GPT(GPT2)
@@ -82,9 +81,8 @@ def test_mean_keys_counts_what_is_visible(T) -> None:
                          ids=["gpt2", "gqa", "llama"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_formula_against_flop_counter_mode(options, checkpointing) -> None:
-    """Equal, but for norm gains and biases, which multiply no matrix; addmm_, which the counter has
-    to learn; and checkpointing, which computes each block's forward once more. manual computes the
-    whole square of scores."""
+    """But for norm gains and biases; addmm_ is new to the counter; checkpointing computes each
+    forward again. manual computes the whole square of scores."""
     B, T = 2, 24
     config = GPTConfig(32, 65, 3, 4, 16, attention_backend="manual", **options)
     model = GPT(config)
@@ -166,8 +164,8 @@ NVIDIA A40-8Q, NVIDIA H100 64GB HBM2, AMD Instinct MI325X, Intel(R) Arc(TM) A770
 
 @pytest.mark.parametrize("name", [*(gpu.name for gpu in RATED), *ALSO])
 def test_the_rates_of_a_datasheet_fit_one_another(name) -> None:
-    """Dense: a TF32 product runs at half the rate of a half precision one, as NVIDIA's sheets round
-    them. A sparse figure, which is twice the dense one, would show."""
+    """A dense TF32 product runs at half the half precision rate; a sparse figure is twice the dense
+    one."""
     half, bfloat16, single = (datasheet_peak(name, d) for d in ("float16", "bfloat16", "float32"))
     tf32 = datasheet_peak(name, "float32", True)
     assert half and single and half.tflops > single.tflops
@@ -208,7 +206,7 @@ def test_mfu() -> None:
 
 @pytest.fixture
 def kept(tmp_path: Path, monkeypatch) -> Path:
-    """The file of kept rates, of its own; a measurement gives 1, 2, 3, ... TFLOP/s."""
+    """Measurements give 1, 2, 3, ... TFLOP/s."""
     monkeypatch.setenv("NANOATTN_CACHE", str(tmp_path))
     numbers = map(float, itertools.count(1))
     monkeypatch.setattr(flops, "measured_tflops", lambda *device: next(numbers))

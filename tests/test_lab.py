@@ -161,7 +161,7 @@ def test_the_delta_rule_is_qwen3_nexts() -> None:
 
 @pytest.mark.parametrize("name", [n for n in VARIANTS if n not in ("delta", "window")])
 def test_products_between_tokens_are_those_that_torch_counts(name) -> None:
-    """The kernel `manual` computes all T keys, and its products are the only batched ones."""
+    """manual's products are the only batched ones."""
     made = layer(name)
     with FlopCounterMode(display=False) as counted:
         run(made)
@@ -209,7 +209,7 @@ def test_each_key_returns_once_and_its_value_is_the_target(pairs, more, seed) ->
 
 
 class LooksUp(GPT):
-    """Answers a key with what followed it before, except the keys below `lost`."""
+    """Recalls the keys from `lost` on."""
 
     lost = 0
 

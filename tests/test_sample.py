@@ -64,7 +64,7 @@ def seeded(trained: Path, seed: int, *words: str) -> str:
 
 
 def test_a_seed_gives_the_same_text_every_time(trained):
-    """Any integer is one; each sample of a prompt has its own, the next."""
+    """Each sample of a prompt has the next seed."""
     a = seeded(trained, 3)
     how = {"temperature": 0.8, "top_k": 200, "generator": torch.Generator().manual_seed(3)}
     assert engine.generate(inference.load(trained, device="cpu")[0], "", 15, **how) == a
@@ -113,7 +113,7 @@ def test_blank_lines_are_no_prompts(trained, tmp_path, caplog) -> None:
 
 
 def test_a_vocabulary_with_gaps_and_without_a_newline(tmp_path):
-    """Ids that no token has are drawn neither here nor by train.py: a text has all its tokens."""
+    """Ids without a token are never drawn."""
     tk, text = pytest.importorskip("tokenizers"), TEXT.replace("\n", " ")
     letters = {c: 7 * i + 3 for i, c in enumerate(["|", *sorted(set(text))])}
     made = tk.Tokenizer(tk.models.WordLevel(letters, unk_token="|"))
@@ -161,7 +161,6 @@ def test_prompts_from_a_file(kv, trained, tmp_path):
 
 @pytest.mark.parametrize("how", [(), ("--stream",)])
 def test_texts_are_written_in_the_order_of_their_prompts(how, trained, tmp_path):
-    """Also if a later one ends first: here at a space."""
     out = Path(shutil.copytree(trained, tmp_path / "out"))
     file = checkpoint.folders(out)[-1] / "settings.json"
     settings = json.loads(file.read_text())
@@ -268,13 +267,13 @@ def test_a_model_of_nan_is_an_error(trained, tmp_path, how):
 
 
 def gpt2_like(path: Path, vocab_size: int = 50304) -> Path:
-    """A nanoGPT ckpt.pt with random weights, which has no tokenizer."""
+    """Random weights, no tokenizer."""
     torch.manual_seed(0)
     return nanogpt_file(path, GPT(GPTConfig(8, vocab_size, n_layer=1, n_head=1, n_embd=8)))
 
 
 def test_a_model_without_a_tokenizer_has_gpt2s(tmp_path, monkeypatch):
-    """Here one of its size without a download: bytes, then pairs of bytes."""
+    """A stand-in: bytes, then pairs of bytes."""
     ranks = {bytes([i]): i for i in range(256)}
     for i in range(256, 50256):
         ranks[bytes([(i - 256) // 256, (i - 256) % 256])] = i
