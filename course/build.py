@@ -63,7 +63,7 @@ def fresh() -> Iterator[tuple[Path, str, list[str]]]:
 
 
 def rebuild(text: str, page: Path) -> tuple[str, list[str]]:
-    """The page regenerated, and the comments of changed places."""
+    """The new page, and the changed comments."""
     changed = []
 
     def fill(part: re.Match[str]) -> str:

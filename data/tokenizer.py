@@ -1,8 +1,8 @@
 """Text to token ids and back: by character, GPT-2's byte-pair encoding or a tokenizer.json.
 
-All have name, vocab_size, unused (ids without a token), eot (ends a document, or None), ends (end a
-generated text, eot first), begin (before a document or prompt), encode, encode_part, decode,
-stream_decode, token_bytes, to_meta (of meta.json and checkpoints), to_json (of transformers).
+All have unused (ids without a token), eot (ends a document, or None), ends (end a generated text,
+eot first), begin (before a document or prompt), to_meta (of meta.json and checkpoints), to_json (of
+transformers).
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class CharTokenizer(_Parts):
     def to_json(self) -> Json:
         ends = [] if self.eot is None else [self.vocabulary[self.eot]]
         every = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated"}
-        # An unknown character is an error, since <unk> has no id.
+        # Unknown characters are errors: <unk> has no id.
         model = {"type": "WordLevel", "vocab": self.ids, "unk_token": "<unk>"}
         return _tokenizer_json(model, {**every, "invert": False}, {"type": "Fuse"}, ends, self.ids)
 

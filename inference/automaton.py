@@ -58,7 +58,7 @@ def build(pattern: str, tokens: Sequence[bytes], stop: Sequence[int]) -> Tables:
 
 
 def main() -> None:
-    """The process of build(): the last line of stderr is an error."""
+    """The process of build(): errors go to the last line of stderr."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     with suppress(ImportError):  # Windows
         import resource

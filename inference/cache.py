@@ -234,7 +234,7 @@ class StaticCache(Cache):
 @dataclass(frozen=True)
 class StaticStep(RowsStep):
     length: int  # slots that are read
-    kind: str  # "static"; "none" if nothing is stored yet: plain attention
+    kind: str  # "static"; "none": nothing is stored yet
     page_size: ClassVar[None] = None
 
     def read(self, layer: int, k: Tensor, v: Tensor) -> Appended:

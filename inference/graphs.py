@@ -172,7 +172,7 @@ def capture(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Captur
         graph.replay = record(step, device)
     except Exception as e:
         why: BaseException = e
-        while why.__context__ is not None:  # ending a failed capture raises too
+        while why.__context__ is not None:
             why = why.__context__
         reason = f"{type(why).__name__}: {str(why).strip()}".partition("\n")[0]
         warn(f"the decode step cannot be captured as a CUDA graph, and is slower: {reason}")

@@ -57,7 +57,7 @@ class Options:
     # A token, a string (its last token is the row's last), several of both, or a function (row
     # number, new tokens) -> bool.
     stop: StopCondition | None = None
-    stats: Stats = field(default_factory=Stats)  # output
+    stats: Stats = field(default_factory=Stats)
 
     def __post_init__(self) -> None:
         self.temperature = in_range("temperature", self.temperature, 0, convert=float)
@@ -112,7 +112,7 @@ def _each(given: Any) -> list[Any]:
 
 
 def check_prompt(index: int, prompt: Any, vocab_size: int) -> list[int]:
-    """Raises ValueError."""
+    """The ids of a prompt. Raises ValueError."""
     ids = torch.as_tensor(prompt)
     valid = ids.dim() == 1 and len(ids) and ids.dtype != torch.bool and not ids.is_floating_point()
     found: list[int] = ids.tolist() if valid else []

@@ -104,7 +104,7 @@ class Scheduler:
         self.of_call = object() if called is not None and self.in_step else None
         rooms, generators = _each("max_new_tokens", max_new_tokens), _each("generator", generator)
         self.coming: Iterator[Row] = map(self._new_row, count(), prompts, rooms, generators)
-        self.known: list[Row] = []  # all prompts, if they have a length
+        self.known: list[Row] = []  # if their number is known
         longest = [self.block_size] * slots
         if isinstance(prompts, Sized):
             self.known = [*self.coming]
@@ -267,7 +267,7 @@ class Scheduler:
             if not self._fit([*self.rows, row], pool):
                 pool.free(row.slot)
                 break
-            # Another new prompt may compute a page to share.
+            # It may compute a page to share.
             n = pool.length(row.slot) + pool.page_size
             if n < len(shared) and any(other.prompt[:n] == shared[:n] for other in admitted):
                 pool.free(row.slot)

@@ -62,7 +62,7 @@ def until(pieces: Iterable[str], stops: Sequence[str]) -> Iterator[str]:
 def has_stop(
     new: Sequence[int], ids: Sequence[int], tokenizer: Tokenizer, stops: Sequence[str]
 ) -> bool:
-    """True if the last token completes a stop string; ids: of the prompt."""
+    """`ids` are the prompt's."""
     if not stops:
         return False
     n = 4 * max(map(len, stops)) + 16  # at most 4 tokens a character

@@ -1,4 +1,4 @@
-"""Exercises: tasks are on the pages, answers in answers.md, checks and mistakes here."""
+"""Tasks are on the pages, answers in answers.md; checks here."""
 
 from __future__ import annotations
 

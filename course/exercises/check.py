@@ -200,7 +200,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> tuple[Tensor, Te
 
 
 class Live(TorchDispatchMode):
-    """The most numbers that new tensors hold at one time, and the largest."""
+    """Peak and largest size of new tensors, in numbers."""
 
     def __init__(self) -> None:
         super().__init__()

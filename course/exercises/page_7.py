@@ -1,4 +1,4 @@
-"""Checks of exercises 7.1 to 7.6, with common mistakes, on a GPU or in Triton's interpreter."""
+"""Checks, on a GPU or in Triton's interpreter."""
 
 from __future__ import annotations
 

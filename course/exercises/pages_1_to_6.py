@@ -163,7 +163,7 @@ TILES = [
 
 
 class Memory:
-    """Main memory, and fast memory for one block of Q, K and V."""
+    """Main memory, and fast memory for a block each."""
 
     def __init__(self, Tq: int, Tk: int, B_r: int, B_c: int, large: bool, D: int = 4) -> None:
         self.main = dict(zip("QKV", draws(100 * Tq + Tk, (Tq, D), (Tk, D), (Tk, D))))

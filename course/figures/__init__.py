@@ -1,5 +1,3 @@
-"""Frames of the course's figures."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -10,7 +8,7 @@ Row = Mapping[Any, object]  # title of a column -> cell
 
 
 def table(rows: Sequence[Row], titles: Sequence[str] = ()) -> str:
-    """A Markdown table, aligned; `titles` replaces the rows' keys."""
+    """In Markdown, aligned; `titles` replaces the rows' keys."""
     cells = [[*(titles or rows[0])], *([str(cell) for cell in row.values()] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells)]
     lines = [" | ".join(c.ljust(w) for c, w in zip(row, widths)) for row in cells]

@@ -36,7 +36,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def draw(words: Sequence[str]) -> str:
-    """A figure by its name and options."""
     name, *rest = words
     if name not in FIGURES:
         raise UserError(f"no figure {name!r}; there are {', '.join(FIGURES)}")

@@ -153,7 +153,7 @@ class Job(NamedTuple):
 
 
 def start_worker() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends this one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends it
     torch.set_num_threads(1)
 
 
