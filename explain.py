@@ -1,9 +1,8 @@
-"""Show every head's attention over your text, from the model's q and k, and whether the executed
-kernel agrees with the formula: one HTML page without network access, or --text in a terminal.
+"""Show each head's attention over your text, and whether the executed kernel agrees with the
+formula: one HTML page without network access, or --text in a terminal.
 
 python explain.py --out_dir=out/shakespeare_cpu --prompt="To be, or not to be"
 python explain.py --init_from=gpt2 --prompt="The cat sat on the mat" --layer=5 --head=1
-python explain.py --prompt="To be|or not to be" --segments="|" --window=6 --text
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class ExplainConfig:
 
 ALIASES = {"attn_implementation": "attention_backend"}
 
-if __name__ == "__main__":  # --help and mistakes come before torch, which takes seconds
+if __name__ == "__main__":  # --help and mistakes come before torch
     read_early(ExplainConfig, sys.argv[1:], aliases=ALIASES)
 
 import torch
@@ -84,12 +83,12 @@ def load(config: ExplainConfig) -> tuple[GPT, Tokenizer]:
 class Prompt(NamedTuple):
     text: str
     ids: list[int]
-    segments: list[int] | None  # the document of each token
+    segments: list[int] | None  # of each token
     notes: list[str]
 
 
 def prompt_of(config: ExplainConfig, tokenizer: Tokenizer, block_size: int) -> Prompt:
-    """The first tokens of the prompt, with a note if others are cut. Raises UserError if empty."""
+    """The first tokens of the prompt. Raises UserError: it is empty."""
     text = sample.prompts(sample.SampleConfig(start=(config.prompt,)))[0]  # FILE: is read
     parts = [text] if config.segments is None else text.split(config.segments)
     encoded = [ids for part in parts if (ids := tokenizer.encode(part))]
@@ -106,13 +105,13 @@ def prompt_of(config: ExplainConfig, tokenizer: Tokenizer, block_size: int) -> P
 
 @torch.no_grad()
 def explain(model: GPT, tokenizer: Tokenizer, config: ExplainConfig, source: str) -> Document:
-    """Compute the document; `source` names the weights. Raises ValueError or UserError."""
+    """`source` names the weights. Raises ValueError or UserError."""
     c = model.config
     prompt = prompt_of(config, tokenizer, c.block_size)
     pieces = tokenizer.token_bytes()
     calls = forward(model, prompt)
     found = maps(calls)
-    # The requested layer and head; what is not requested has the lowest entropy.
+    # What is not requested has the lowest entropy.
     layers, heads = (
         range(n) if wanted is None else [wanted]
         for n, wanted in ((c.n_layer, config.layer), (c.n_head, config.head))
@@ -143,7 +142,7 @@ def explain(model: GPT, tokenizer: Tokenizer, config: ExplainConfig, source: str
 
 
 def forward(model: GPT, prompt: Prompt) -> list[Call]:
-    """Run the prompt through the model: the inputs and output of each layer's attention."""
+    """The inputs and output of each layer's attention."""
     device = model.transformer.wte.weight.device
     segments = None
     if prompt.segments is not None:

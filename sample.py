@@ -1,10 +1,9 @@
-"""Generate text from prompts.
+"""Generate text from prompts (docs/GENERATE.md).
 
 python sample.py --out_dir=out/shakespeare_cpu --start="ROMEO:"
 python sample.py --init_from=gpt2 --prompts=questions.txt --out=answers.jsonl --kv_cache=paged
 
-Texts go to stdout, or as JSON lines to --out, in prompt order (docs/GENERATE.md). Ctrl-C writes the
-texts so far and exits with code 130. Text n has the seed --seed + n.
+Ctrl-C writes the texts so far and exits with code 130.
 """
 
 from __future__ import annotations
@@ -89,7 +88,7 @@ class SampleConfig:
 
 ALIASES = {"attn_implementation": "attention_backend"}
 
-if __name__ == "__main__":  # --help and mistakes come before torch, which takes seconds
+if __name__ == "__main__":  # --help and mistakes come before torch
     read_early(SampleConfig, sys.argv[1:], aliases=ALIASES)
 
 
@@ -110,14 +109,14 @@ from model import GPT
 
 
 def load(config: SampleConfig, **changes: object) -> tuple[GPT, data.Tokenizer]:
-    """The model and its tokenizer; `changes` go into the GPTConfig."""
+    """`changes` go into the GPTConfig."""
     device = pick_device(config.device)
     if config.compile and not (possible := decide_compile(True, device)):
         raise UserError(f"--compile is not possible here: {possible.reason}")
     source = config.init_from
     if source == "resume":
         source = config.out_dir
-        checkpoint.latest(source)  # raises an error if there is none
+        checkpoint.latest(source)  # UserError if there is none
     permitted = config.attention_fallback, config.attention_hub_kernels, config.allow_mps_sdpa
     changes["attention_backend"] = config.attention_backend
     model, tokenizer = inference.load(
@@ -168,13 +167,13 @@ class Writer:
         )  # fmt: skip
         self.rows = self.scheduler.known
         if any(row.most > model.config.block_size for row in self.rows):
-            model.plan(grad=False)  # a text that slides has no cache: log its kernel before any
-        self.shown: serve.Row | None = None  # of --stream
+            model.plan(grad=False)  # a text that slides has no cache: log its kernel first
+        self.shown: serve.Row | None = None
         self.seconds = 0.0
         self.first = 0.0  # seconds to the first token
 
     def steps(self) -> Generator[None, None, None]:
-        """Generate; each step adds one token to a text."""
+        """Generate one token a step."""
         begin = time.perf_counter()
         try:
             with closing(self.scheduler.tokens()) as tokens:

@@ -1,6 +1,6 @@
-"""Save, load and resume checkpoints; import and export other formats."""
+"""Save, load, resume, import and export checkpoints."""
 
-import core.settings  # first: from then on Ctrl-C is one line
+import core.settings  # first: makes Ctrl-C one line
 from checkpoint.convert import (
     init_model,
     load_hf,

@@ -1,5 +1,4 @@
-"""Export a checkpoint for transformers and others: python -m checkpoint export FOLDER [--to=PLACE]
-(docs/SERVE.md)."""
+"""Export a checkpoint (docs/SERVE.md)."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ def main(argv: list[str]) -> int:
         raise UserError(f"{printable(to)} exists: name a new folder, or delete it")
     saved = store.load(source)
     model, partial = saved.model(), to.with_name(f".{to.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # a killed export left it
+    shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
         if config.format == "transformers":
@@ -63,7 +62,7 @@ def export(model: GPT, saved: Checkpoint, folder: Path) -> None:
     tokenizer = data.from_meta(saved.settings["tokenizer"])
     kind = families.write_config(model.config)["model_type"]
     if kind == "qwen2" and not isinstance(tokenizer, data.FileTokenizer):
-        # It ignores the pre-tokenizer of tokenizer.json: other ids, without a warning.
+        # It ignores tokenizer.json's pre-tokenizer: other ids.
         raise UserError("transformers splits texts of the family qwen2 (--bias=qkv) as Qwen does")
     eot, content, ends = tokenizer.eot, tokenizer.to_json(), [*tokenizer.ends]
     bos = next(iter(tokenizer.begin), eot)

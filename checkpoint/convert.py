@@ -1,4 +1,4 @@
-"""Import and export of transformers' models (families.py), import of nanoGPT's ckpt.pt."""
+"""Import and export transformers' models; import nanoGPT's ckpt.pt."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from model import GPT, GPTConfig
 
 HUB_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 WEIGHTS = "model.safetensors"
-SHARD = 5_000_000_000  # bytes of a file of exported weights
+SHARD = 5_000_000_000  # bytes of a file
 
 
 def load_nanogpt(path: str | Path, policy: Policy = Policy(), **changes: object) -> GPT:
-    """Load a nanoGPT ckpt.pt, with `changes` to the GPTConfig. Raises UserError."""
+    """Load a nanoGPT ckpt.pt. Raises UserError."""
     saved = store.read_file(Path(path), store.load_torch)
     if not store.has_dicts(saved, "model", "model_args"):
         raise UserError(f"{printable(path)} lacks 'model' or 'model_args' of a nanoGPT checkpoint")
@@ -39,8 +39,7 @@ def load_nanogpt(path: str | Path, policy: Policy = Policy(), **changes: object)
 
 
 def load_hf(source: str, policy: Policy = Policy(), **changes: object) -> GPT:
-    """Load a transformers folder or a model of the hub ("gpt2-xl", "owner/name"), with `changes` to
-    the GPTConfig. Raises UserError."""
+    """Load a folder of transformers or a hub model ("gpt2-xl", "owner/name"). Raises UserError."""
     folder = Path(source) if Path(source).is_dir() else _download(source)
     saved = store.read_file(folder / "config.json", store.load_json)
     config = families.read_config(saved, source, **changes)
@@ -63,7 +62,7 @@ def _listed(index: Path) -> list[Path]:
 
 
 def save_hf(model: GPT, folder: str | Path, **more: object) -> Json:
-    """Write config.json (with `more`) and the weights for transformers. Raises UserError."""
+    """Write weights and config.json (with `more`). Raises UserError."""
     folder, config = Path(folder), {**families.write_config(model.config), **more}
     folder.mkdir(parents=True, exist_ok=True)
     weights = families.write_weights(model, config["model_type"])
@@ -86,7 +85,7 @@ def save_hf(model: GPT, folder: str | Path, **more: object) -> Json:
 
 
 def init_model(source: str, policy: Policy = Policy(), **changes: object) -> GPT:
-    """Load a checkpoint or a run, a nanoGPT ckpt.pt, or any source of load_hf()."""
+    """Load a checkpoint, a run, a ckpt.pt, or as load_hf()."""
     if Path(source).is_file():
         return load_nanogpt(source, policy, **changes)
     if own := store.own_checkpoint(source):
@@ -95,7 +94,7 @@ def init_model(source: str, policy: Policy = Policy(), **changes: object) -> GPT
 
 
 def tokenizer_meta(source: str) -> Json | None:
-    """The tokenizer of a source of init_model(), or None. Raises UserError."""
+    """The tokenizer of init_model()'s source, or None. Raises UserError."""
     if own := store.own_checkpoint(source):
         return store.load(own).settings["tokenizer"]
     path = Path(source)
@@ -108,7 +107,7 @@ def tokenizer_meta(source: str) -> Json | None:
 
 
 def trained_on(source: str) -> str | None:
-    """The name of the dataset of a nanoGPT ckpt.pt, if it is known."""
+    """The dataset's name, if known."""
     saved = store.read_file(Path(source), store.load_torch) if Path(source).is_file() else {}
     return saved["config"].get("dataset") if store.has_dicts(saved, "config") else None
 

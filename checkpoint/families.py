@@ -1,12 +1,10 @@
-"""transformers' models that GPT can be: their config.json and their names of the weights.
+"""transformers' models that GPT can be: config.json, and names of weights.
 
-    gpt2      GPT-2
-    llama     Llama 1 to 3.2, SmolLM2
-    mistral   llama with one window for all layers
-    qwen2     llama with biases of q, k and v, and a window in some layers
-    qwen3     llama with qk_norm, and a window in some layers
-
-Anything else in a config is refused.
+gpt2      GPT-2
+llama     Llama 1 to 3.2, SmolLM2
+mistral   llama with one window for all layers
+qwen2     llama with biases of q, k and v, and a window in some layers
+qwen3     llama with qk_norm, and a window in some layers
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from model import GPT, GPTConfig
 Json = dict[str, Any]
 
 GELUS = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "exact"}
-GPT2_SIZES = ("n_layer", "n_head", "n_embd", "vocab_size")  # the same names here
+GPT2_SIZES = ("n_layer", "n_head", "n_embd", "vocab_size")
 LLAMA_SIZES = {  # GPTConfig's field -> config.json's
     "vocab_size": "vocab_size", "n_embd": "hidden_size", "n_hidden": "intermediate_size",
     "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
@@ -33,7 +31,7 @@ LLAMA_SIZES = {  # GPTConfig's field -> config.json's
 GPT2_HAS = {"position": "learned", "norm": "layer", "mlp": "gelu"}
 LLAMA_HAS = {"position": "rope", "norm": "rms", "mlp": "swiglu"}
 ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-LLAMA_BLOCK = {  # a block's module -> those that it holds, stacked
+LLAMA_BLOCK = {  # ours -> theirs, stacked
     "ln_1": ("input_layernorm",),
     "ln_2": ("post_attention_layernorm",),
     "attn.c_attn": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -62,7 +60,7 @@ FIXED: Json = {
 
 
 def read_config(saved: Any, source: str, **changes: object) -> GPTConfig:
-    """The GPTConfig of a config.json's content, with `changes`. Raises UserError."""
+    """Raises UserError for what GPTConfig cannot hold."""
     source = printable(source)
     kind = saved.get("model_type") if isinstance(saved, dict) else None
     if not isinstance(kind, str) or kind not in ASSUMED:
@@ -123,7 +121,7 @@ def _from_llama(kind: str, saved: Json) -> Json:
 
 
 def _windows(kind: str, saved: Json) -> int | tuple[int | None, ...] | None:
-    """The window of each layer, in tokens that a query sees, as transformers counts."""
+    """Each layer's window, in keys that a query sees."""
     window, types = saved.get("sliding_window"), saved.get("layer_types")
     n = saved["num_hidden_layers"]
     if types and (len(types) != n or {*types} - {"full_attention", "sliding_attention"}):
@@ -138,7 +136,7 @@ def _windows(kind: str, saved: Json) -> int | tuple[int | None, ...] | None:
 
 
 def write_config(config: GPTConfig) -> Json:
-    """The config.json of the simplest family that has all of this. Raises UserError."""
+    """The config.json of the simplest family that fits. Raises UserError."""
     c = config
     blocks = {name: getattr(c, name) for name in LLAMA_HAS}
     if blocks == LLAMA_HAS:
@@ -190,7 +188,7 @@ def _to_llama(c: GPTConfig) -> Json:
         "head_dim": c.head_dim,
         "hidden_act": "silu",
         "rms_norm_eps": c.norm_eps,
-        "rope_theta": c.rope_theta,  # other engines, and transformers before version 5
+        "rope_theta": c.rope_theta,  # for other engines, and transformers < 5
         "rope_scaling": rope if c.rope_scaling else None,
         "rope_parameters": {**rope, "rope_theta": c.rope_theta},
         "tie_word_embeddings": c.tied,
@@ -208,7 +206,7 @@ def _to_llama(c: GPTConfig) -> Json:
 
 
 def read_weights(saved: Mapping[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
-    """A family's weights under our names, each as torch.nn.Linear has it."""
+    """Our names, in torch.nn.Linear's layout."""
     found: dict[str, Tensor] = {}
     if config.position == "learned":
         for name, tensor in saved.items():

@@ -1,4 +1,4 @@
-"""The state of a training run, to and from checkpoints of any number of processes."""
+"""A run's state, in checkpoints."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from data.loader import fits
 from data.tokenizer import same
 from model import GPT
 
-# Fixed by the weights: settings cannot change these.
+# Fixed by the weights.
 SHAPE = ("n_layer", "n_head", "n_kv_head", "n_embd", "bias", "gelu", "position", "norm", "mlp",
          "qk_norm", "tied")  # fmt: skip
 
 
 @dataclass
 class Saver:
-    """Writes the checkpoints of a run, one at a time; wait() before the run ends."""
+    """Writes checkpoints, one at a time; wait() before the run ends."""
 
     out_dir: str
-    keep: int  # besides the best
+    keep: int
     distributed: DistInfo
     background: bool = False
-    best_loss: float = math.inf  # lowest so far
+    best_loss: float = math.inf
     best_since: int = 0  # earlier losses are of other data
     val_windows: int = 0  # fingerprint() of the evaluation
     _written: Future[None] | None = field(default=None, init=False)
@@ -72,7 +72,7 @@ class Saver:
                 "best_since": self.best_since,
                 "val_windows": self.val_windows,
                 "processes": distributed.world_size,
-                "job": distributed.job(),  # resumed after a restart by torchrun
+                "job": distributed.job(),
                 "torch": torch.__version__,
                 **state,
             },
@@ -90,7 +90,7 @@ class Saver:
 
     def _write(self, contents: Json) -> None:
         device = self.distributed.device
-        # A separate group: training uses `control` at the same time.
+        # Training uses `control` at the same time.
         distributed = replace(self.distributed, control=self.distributed.disk)
         if distributed.main and not Path(self.out_dir).exists():
             store.log.warning("%s was deleted: it is created again", printable(self.out_dir))
@@ -104,10 +104,10 @@ class Saver:
             written.result()
 
     def last_good(self) -> str:
-        """The newest checkpoint of this run, and how to continue."""
+        """The newest checkpoint, and how to continue."""
         if self._written is not None:
             self._written.exception()  # wait() raises it
-        found = store.folders(self.out_dir)  # set_aside() has moved those of another run
+        found = store.folders(self.out_dir)
         good = "there is no checkpoint yet"
         if found:
             good = f"{printable(found[-1])} is the last good checkpoint"
@@ -115,7 +115,7 @@ class Saver:
 
 
 def gathered(model: GPT) -> GPT:
-    """An unsharded model, a copy if needed. All processes call it."""
+    """Unsharded, a copy if needed. All processes call it."""
     if model.ring is None and not is_sharded(model):
         return model
     alone = GPT(model.config, model.policy)
@@ -124,14 +124,13 @@ def gathered(model: GPT) -> GPT:
 
 
 def locked(config: TrainConfig) -> AbstractContextManager[None]:
-    """Keep other runs out of config.out_dir."""
     writes = os.environ.get("RANK", "0") == "0" and not config.eval_only
     return files.locked(Path(config.out_dir)) if writes else nullcontext()
 
 
 @contextmanager
 def explained(config: TrainConfig, distributed: DistInfo) -> Iterator[None]:
-    """Leave the processes at the end; explain failures, and name lost ranks."""
+    """Leave the processes; explain failures, name lost ranks."""
     half, twice = max(1, config.batch_size // 2), config.gradient_accumulation_steps * 2
     less_memory = f"--batch_size={half} with --gradient_accumulation_steps={twice}"
     less_memory += ", or --gradient_checkpointing=True"
@@ -151,14 +150,14 @@ def resumed(loaded: Loaded[TrainConfig]) -> Loaded[TrainConfig]:
     folder = printable(saved.folder)
     before = saved.read("train", type(settings))
     changes: Json = {name: getattr(settings, name) for name in (*loaded.origins, "out_dir")}
-    # Of a run that started from other weights their sizes count, not those in its settings.
+    # After init_from other weights the sizes are theirs, not its settings'.
     backend = {k: v for k, v in changes.items() if k == "attention_backend"}
     model, names = saved.config(**backend), (*SHAPE, "attention_window", "attention_backend")
     before = replace(before, **{name: getattr(model, name) for name in names})
     if (kept := before.optimizer) != (wanted := changes.get("optimizer", kept)):
         why = f"{folder} was trained with --optimizer={kept}, whose state {wanted} cannot use"
         raise UserError(f"{why}; for its weights: {command(f'--init_from={settings.out_dir}')}")
-    # The checkpoint may come from somebody else: it must not download code, or upload.
+    # Another person's checkpoint must not download code, or upload.
     refused = {"attention_hub_kernels"}
     run = Path(settings.out_dir, "wandb_id.txt")
     if not run.is_file() or run.is_symlink():
@@ -175,7 +174,7 @@ def resumed(loaded: Loaded[TrainConfig]) -> Loaded[TrainConfig]:
         changes = {"parallel": "ddp", "context_parallel": 1} | changes
     if changes.get("parallel") == "ddp":
         changes.setdefault("shard_size", None)
-    if before.dtype == "auto":  # written by an older version
+    if before.dtype == "auto":
         there = pick_device(changes.get("device", before.device))
         changes.setdefault("dtype", dtype_name(pick_dtype("auto", there)))
     try:
@@ -187,7 +186,7 @@ def resumed(loaded: Loaded[TrainConfig]) -> Loaded[TrainConfig]:
 
 
 def restarted(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Loaded[TrainConfig]:
-    """The settings to resume if this torchrun job wrote the newest checkpoint, else `loaded`."""
+    """Resume if this torchrun job wrote the newest checkpoint, else `loaded`."""
     settings = loaded.settings
     if (job := distributed.job()) is None:
         return loaded
@@ -200,7 +199,7 @@ def restarted(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Loaded[Trai
 
 
 def build_model(loaded: Loaded[TrainConfig], meta: Json) -> GPT:
-    """The model on the CPU, with init_from's weights unless it is "resume". Raises UserError."""
+    """The model on the CPU, with init_from's weights unless "resume". Raises UserError."""
     config, V = loaded.settings, meta["vocab_size"]
     resuming = config.init_from == "resume"
     source = str(store.latest(config.out_dir)) if resuming else config.init_from
@@ -243,15 +242,15 @@ def build_model(loaded: Loaded[TrainConfig], meta: Json) -> GPT:
 class Progress:
     step: int = 0
     sequences_seen: int = 0
-    best: tuple[float, int] = math.inf, 0  # best_loss and best_since of Saver
-    evaluated: bool = True  # False: the evaluation after this step is to come
+    best: tuple[float, int] = math.inf, 0
+    evaluated: bool = True  # False: evaluate after this step
 
 
 def restore_run(config: TrainConfig, model: GPT, optimizer: torch.optim.Optimizer,
                 scaler: torch.amp.GradScaler, distributed: DistInfo,
                 val_windows: int) -> Progress:  # fmt: skip
-    """Restore the newest checkpoint of config.out_dir and print where the run goes on. After
-    another evaluation than val_windows, its fingerprint(), a new best loss begins."""
+    """Restore the newest checkpoint, and print where the run goes on. Another val_windows
+    (fingerprint()) begins a new best loss."""
     saved = store.load(store.latest(config.out_dir))
     step, best = restore(saved, model, optimizer, scaler, config.seed, distributed)
     before, state = saved.settings["train"], saved.state
@@ -280,8 +279,8 @@ def restore_run(config: TrainConfig, model: GPT, optimizer: torch.optim.Optimize
 def restore(saved: Checkpoint, model: GPT, optimizer: torch.optim.Optimizer,
             scaler: torch.amp.GradScaler, seed: int,
             distributed: DistInfo) -> tuple[int, float]:  # fmt: skip
-    """Restore a checkpoint of any number of processes into plain parameters or DTensors; return
-    (step, lowest validation loss so far). Raises UserError on all processes."""
+    """Restore parameters or DTensors, from any number of processes; return (step, lowest validation
+    loss). Raises UserError on all processes."""
 
     with store.together(distributed):
         rest, targets = saved.rest(), tensors(model, optimizer)
@@ -293,7 +292,7 @@ def restore(saved: Checkpoint, model: GPT, optimizer: torch.optim.Optimizer,
         else:
             values = {f"model.{name}": value for name, value in saved.weights().items()}
             state = rest["optimizer"].get("state") or {}
-            if saved.step == 0 and not state:  # before the first step
+            if saved.step == 0 and not state:
                 targets = {name: t for name, t in targets.items() if name.startswith("model.")}
             for name, number in numbers(model, optimizer).items():
                 moments = state.get(number, {})

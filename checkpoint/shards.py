@@ -1,4 +1,4 @@
-"""Tensors of several processes: each writes its rows, and any number of processes reads them.
+"""Tensors of several processes: each writes its rows, and any number reads them.
 
     shards/__0_0.distcp ...   a file for each process: parts of tensors, by torch.save
     shards/index.json         dtype and shape of each tensor; place and CRC-32 of each part
@@ -30,7 +30,7 @@ Json = dict[str, Any]
 
 
 def write(folder: Path, tensors: Mapping[str, Tensor], distributed: DistInfo) -> Json:
-    """Write this process's parts to its file; return their entries of the index."""
+    """Write this process's file; return its index entries."""
     if not folder.exists():
         raise UserError(f"{printable(folder)} is missing: all processes must share one out_dir")
     entries: Json = {}
@@ -61,7 +61,7 @@ def joined(entries: list[Json]) -> Json:
 
 
 def empty(folder: Path, prefix: str = "", device: str = "meta") -> dict[str, Tensor]:
-    """Uninitialized tensors of the saved shapes and dtypes, with names of this prefix."""
+    """Uninitialized, with the saved shapes and dtypes."""
     return {
         name: torch.empty(saved["shape"], dtype=getattr(torch, saved["dtype"]), device=device)
         for name, saved in _read_index(folder).items()
@@ -70,14 +70,14 @@ def empty(folder: Path, prefix: str = "", device: str = "meta") -> dict[str, Ten
 
 
 def read_whole(folder: Path, prefix: str) -> dict[str, Tensor]:
-    """Full tensors on the CPU, of names with the prefix, which is removed."""
+    """Full tensors on the CPU, the prefix removed."""
     tensors = empty(folder, prefix, "cpu")
     read(folder, tensors)
     return {name.removeprefix(prefix): t for name, t in tensors.items()}
 
 
 def read(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Fill the tensors, whole or sharded by rows. Raises ValueError: damage."""
+    """Fill tensors, whole or sharded by rows. Raises ValueError: damage."""
     entries = _read_index(folder)
     for name, target in tensors.items():
         saved = entries[name]
@@ -94,7 +94,7 @@ def read(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def load_torch(file: Path | IO[bytes]) -> Any:
-    """What torch.save() wrote, on the CPU. Raises ValueError for objects that could run code."""
+    """Load from torch.save(). Raises ValueError for objects that could run code."""
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as e:  # it suggests weights_only=False
@@ -128,7 +128,7 @@ def _read_part(folder: Path, name: str, part: Json, dtype: str) -> Tensor:
     with (folder / part["file"]).open("rb") as f:
         f.seek(part["offset"])
         content = f.read(part["length"])
-    if "crc32" in part and zlib.crc32(content) != part["crc32"]:  # not in older versions
+    if "crc32" in part and zlib.crc32(content) != part["crc32"]:  # older versions lack it
         raise ValueError(f"{part['file']} is damaged: {name} has another CRC-32 than in {INDEX}")
     saved: Tensor = load_torch(io.BytesIO(content))
     if (dtype_name(saved.dtype), [*saved.shape]) != (dtype, part["shape"]):

@@ -1,14 +1,14 @@
-"""Save and load checkpoints: folders out_dir/step-00000250.
+"""Checkpoints: folders out_dir/step-00000250.
 
     model.safetensors   the weights
     optimizer.pt        optimizer, gradient scaler and random states
     settings.json       settings of the run, model sizes, tokenizer
     train_state.json    step, losses, data position, attention backend and kernels
-    shards/             with several processes: weights and optimizer state (checkpoint/shards.py)
-    checksums.json      CRC-32 of each file above (not of older versions)
+    shards/             of several processes: weights and optimizer state (shards.py)
+    checksums.json      CRC-32 of each file (not of older versions)
 
-A folder is written under a temporary name, synced and renamed: a killed process leaves the last
-complete checkpoint. Loading never runs code from a file.
+Written under a temporary name, synced and renamed: a killed process leaves the last complete one.
+Loading never runs code.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ log = logging.getLogger("nanoattn")
 
 STEP = r"step-\d+"
 CHECKSUMS = "checksums.json"
-_advising = ContextVar("advising", default=True)  # False while advice is sought: it would recur
+_advising = ContextVar("advising", default=True)  # False while advice is sought
 T = TypeVar("T")
-Json = dict[str, Any]  # in optimizer.pt with tensors
+Json = dict[str, Any]  # optimizer.pt: with tensors
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint's folder and JSON files; tensors are loaded on demand, to the CPU."""
+    """Tensors are loaded on demand, to the CPU."""
 
     folder: Path
     settings: dict[str, Json]  # {"train": ..., "model": ..., "tokenizer": ...}
-    state: Json  # train_state.json
+    state: Json
 
     @property
     def step(self) -> int:
@@ -65,11 +65,11 @@ class Checkpoint:
 
     @property
     def index(self) -> Path | None:
-        """The index of the shards; None: the checkpoint is of one process."""
+        """None: a checkpoint of one process."""
         return self.folder / "shards" / INDEX if (self.folder / "shards").exists() else None
 
     def config(self, **changes: object) -> GPTConfig:
-        """The model's config, with `changes`; only these may name code to run."""
+        """Only `changes` may name code to run."""
         code = self.settings["model"].get("attention_backend")
         if isinstance(code, str) and is_code(code):
             named = "attention_backend" in changes
@@ -100,8 +100,8 @@ class Checkpoint:
         return read_file(self.index, lambda index: parts.read_whole(index.parent, "model."))
 
     def rest(self) -> Json:
-        """optimizer.pt: "optimizer", its state_dict(), without "state" if there are shards;
-        "scaler"; "rng", of each rank."""
+        """optimizer.pt: "optimizer" (state_dict(); sharded: no "state"), "scaler", each rank's
+        "rng"."""
         rest = read_file(path := self.folder / "optimizer.pt", load_torch)
         if not has_dicts(rest, "optimizer", "scaler") or not isinstance(rest.get("rng"), list):
             raise _damaged(path, "lacks the state of the optimizer, scaler or random numbers")
@@ -114,7 +114,7 @@ class Checkpoint:
 
 
 def folders(out_dir: str | Path) -> list[Path]:
-    """The complete checkpoints of out_dir, oldest step first."""
+    """Complete checkpoints, oldest step first."""
     found = [p for p in Path(out_dir).glob("step-*") if re.fullmatch(STEP, p.name)]
     return sorted(found, key=_step)
 
@@ -133,7 +133,7 @@ def latest(out_dir: str | Path) -> Path:
 
 
 def best_folder(out_dir: str | Path) -> Path | None:
-    """The checkpoint of lowest validation loss on the newest one's data, if any."""
+    """Lowest validation loss on the newest one's data, if any."""
     saved = [load(p) for p in folders(out_dir)]
     since = saved[-1].state.get("best_since", 0) if saved else 0
     losses = {c.folder: c.state.get("val_loss") for c in saved if c.step > since or not since}
@@ -142,7 +142,7 @@ def best_folder(out_dir: str | Path) -> Path | None:
 
 
 def own_checkpoint(init_from: str) -> Path | None:
-    """The newest checkpoint of a run, or this folder if it is one, or None."""
+    """A run's newest checkpoint, or this folder if it is one."""
     if found := folders(init_from):
         return found[-1]
     names = "settings.json", "train_state.json"
@@ -182,7 +182,7 @@ def _shape(value: Any) -> Any:
 
 
 def read_file(path: Path, reader: Callable[[Path], T]) -> T:
-    """reader(path). Raises UserError, in one line, if it fails or the file was changed."""
+    """reader(path). Raises UserError if it fails or the file was changed."""
     try:
         content = reader(path)
         _verify(path)
@@ -197,9 +197,9 @@ def read_file(path: Path, reader: Callable[[Path], T]) -> T:
 
 
 def _verify(path: Path) -> None:
-    """Raise ValueError for another CRC-32 than was written; of JSON, which people edit, warn."""
+    """Raise ValueError for another CRC-32; warn for JSON, which people edit."""
     sums = _folder_of(path) / CHECKSUMS
-    if not sums.exists():  # of an older version, or of transformers
+    if not sums.exists():
         return
     try:
         saved = load_json(sums)[path.relative_to(sums.parent).as_posix()]
@@ -220,7 +220,7 @@ def _crc32(path: Path) -> int:
 
 
 def _damaged(path: Path, why: str) -> UserError:
-    """The error, with how to resume from the newest complete checkpoint before this one."""
+    """The error, with how to resume from the newest complete checkpoint before."""
     text, damaged = f"{printable(path)} {why}", _folder_of(path)
     out_dir = damaged.parent
     earlier: list[Path] = []
@@ -266,7 +266,7 @@ def has_dicts(content: object, *keys: str) -> bool:
 
 
 def resume_command(out_dir: str, distributed: DistInfo) -> str:
-    """The command that resumes this run, or the given one before its first checkpoint."""
+    """Resume this run; before its first checkpoint the given command."""
     again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     try:
         times = [p.stat().st_mtime for p in folders(out_dir)]
@@ -280,10 +280,10 @@ def resume_command(out_dir: str, distributed: DistInfo) -> str:
 def save(out_dir: str | Path, *, weights: Mapping[str, Tensor] | None = None,
          shards: Mapping[str, Tensor] | None = None, optimizer: Json, settings: Json, state: Json,
          keep: int, distributed: DistInfo | None = None) -> Path:  # fmt: skip
-    """Write out_dir/step-N, then delete all but the best and the newest `keep` (at least one).
+    """Write out_dir/step-N; delete all but the best (lowest state["val_loss"]) and the newest
+    `keep`.
 
-    The lowest state["val_loss"] is the best. Several processes all call it, each with its own
-    `shards` instead of `weights`. Raises UserError on all of them.
+    All processes call it, each with its own `shards` instead of `weights`. Raises UserError on all.
     """
     distributed = distributed or DistInfo(torch.device("cpu"))
     out_dir = Path(out_dir)
@@ -344,7 +344,7 @@ def _remove(folder: Path) -> None:
 
 
 def set_aside(out_dir: str | Path) -> Path | None:
-    """Archive an earlier run in out_dir/earlier-N; None if there is none."""
+    """Archive an earlier run, if any, in out_dir/earlier-N."""
     out_dir = Path(out_dir)
     if not (found := folders(out_dir)):
         return None
@@ -377,7 +377,7 @@ def _sync(paths: Iterable[Path]) -> None:
 
 @contextmanager
 def together(distributed: DistInfo) -> Iterator[None]:
-    """A block that all processes run: UserError on all, if a file failed on one."""
+    """Raise UserError on all processes if a file failed on one."""
     failure, message = None, ""
     try:
         yield
@@ -391,7 +391,7 @@ def together(distributed: DistInfo) -> Iterator[None]:
 
 
 def disk_error(error: BaseException) -> str:
-    """The system's message, which torch and safetensors hide behind their own."""
+    """The system's message, which torch and safetensors hide."""
     if isinstance(error, UserError):
         return str(error)
     cause: BaseException | None = error

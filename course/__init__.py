@@ -1,4 +1,4 @@
-"""A course on attention: pages (Markdown), figures, exercises and a lab of variants."""
+"""A course on attention: pages, figures, exercises, a lab of variants."""
 
 from pathlib import Path
 

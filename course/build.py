@@ -3,14 +3,12 @@
     python -m course.build            rewrite them
     python -m course.build --check    print each place that is out of date; exit code 1
 
-The text between one of these comments and `<!-- end -->` is generated:
+Text from such a comment to `<!-- end -->` is generated; from, to: its first and last line:
 
     <!-- code: attention/tiled.py forward_tiles -->
     <!-- code: attention/tiled.py forward_tiles from "S_ij = tau" to "m_i = m_new" -->
     <!-- code: attention/manual.py attend from "scores = (q" to "out = probs @" plain -->
     <!-- figure: mask --Tq=3 --Tk=5 -->
-
-A part goes from the line with the one text to the line with the other.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ END = "<!-- end -->\n"
 MARK = r"^(<!-- (code|figure): (.+?) -->\n)"
 PART = MARK + rf"((?:(?!<!-- (?:code|figure): ).*\n)*?){END}"
 CODE = r'(\S+) (\S+)(?: from "(.+?)" to "(.+?)")?( plain)?'
-# What plain() leaves out within a line.
+# Dropped by plain() within a line.
 OPTIONS = [(", alibi_slopes", ""), (r"\[\.\.\., :Tk\]", ""), (r"  # the sink has no value", ""),
            (r"\(Z_ij \* (\w+)\)", r"\1"), (r"Z_ij \* \((.+)\)", r"\1")]
 
@@ -55,17 +53,17 @@ def main(argv: Sequence[str]) -> int:
 
 
 def fresh() -> Iterator[tuple[Path, str, list[str]]]:
-    """Each file, its text as it should be, and the places that differ."""
+    """Each file, its new text, and the places that differ."""
     for path in (*sorted((ROOT / "course").glob("*.md")), PLAN):
         yield path, *rebuild(path.read_text(encoding="utf-8"), path)
-    for name in NOTEBOOKS:  # from the pages as they are now
+    for name in NOTEBOOKS:
         path, text = ROOT / "notebooks" / f"{name}.ipynb", notebook(name)
         same = path.exists() and path.read_text(encoding="utf-8") == text
         yield path, text, [] if same else ["the notebook"]
 
 
 def rebuild(text: str, page: Path) -> tuple[str, list[str]]:
-    """The page with everything regenerated, and the comments of the places that changed."""
+    """The new page, and the changed comments."""
     changed = []
 
     def fill(part: re.Match[str]) -> str:
@@ -83,7 +81,7 @@ def rebuild(text: str, page: Path) -> tuple[str, list[str]]:
 
 
 def code(what: str, page: Path) -> str:
-    """The fenced block for "FILE NAME" or 'FILE NAME from "TEXT" to "TEXT"', with a link above."""
+    """The fenced block of a `code:` comment, with a link above."""
     parsed = re.fullmatch(CODE, what)
     if not parsed:
         raise UserError('expected: FILE NAME, or FILE NAME from "TEXT" to "TEXT"')
@@ -97,7 +95,7 @@ def code(what: str, page: Path) -> str:
 
 
 def source(text: str, name: str) -> str:
-    """The lines of a function, class or method (Class.method) of a file."""
+    """The lines of a function, class or Class.method."""
     node: ast.AST | None = ast.parse(text)
     for part in name.split("."):
         body = getattr(node, "body", [])
@@ -122,7 +120,7 @@ def cut(text: str, first: str, last: str) -> str:
 
 
 def plain(text: str) -> str:
-    """The lines without those of softcap, sinks, ALiBi, dropout and caches alone."""
+    """The lines without softcap, sinks, ALiBi, dropout and caches."""
     lines, dropped = text.splitlines(keepends=True), set[int]()
     for node in ast.walk(ast.parse(text)):
         test = ast.unparse(node.test) if isinstance(node, ast.If) else ""

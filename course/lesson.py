@@ -1,4 +1,4 @@
-"""Functions that the cells of notebooks/attention.ipynb call."""
+"""Functions of the cells in notebooks/attention.ipynb."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from course.figures.__main__ import draw
 
 
 def figure(words: str) -> None:
-    """Show a figure of the course: 'mask --Tq=3 --Tk=5'."""
+    """words: as 'mask --Tq=3 --Tk=5'."""
     text = draw(shlex.split(words))
     display({"text/plain": text, "text/markdown": text})
 
@@ -23,13 +23,13 @@ def picture(name: str) -> None:
 
 
 def bundle(name: str) -> dict[str, str]:
-    """Return a picture by MIME type."""
+    """A picture by MIME type."""
     file = f"course/pictures/{name}.svg"
     return {"image/svg+xml": (ROOT / file).read_text(encoding="utf-8"), "text/plain": file}
 
 
 def check(number: int | float, *functions: Callable[..., object]) -> None:
-    """Print whether an exercise is solved by these functions, else the first error and a hint."""
+    """Print "right", or the first error and a hint."""
     why = examine(exercise(str(number)), made_of(*functions))
     end = f"{why}\nTo see a right answer: answer({number})" if why else "right"
     print(f"exercise {number}: {end}")
@@ -40,7 +40,7 @@ def answer(number: int | float) -> None:
 
 
 def display(data: dict[str, str]) -> None:
-    """Show the best of these forms in a notebook, elsewhere the plain text."""
+    """Show the best form in a notebook, else the plain text."""
     if "ipykernel" in sys.modules:
         from IPython.display import display as show
 

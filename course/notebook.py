@@ -1,7 +1,7 @@
-"""The notebooks, made of notebooks/*.md and the course's pages by `python -m course.build`.
+"""Notebooks of notebooks/*.md and the course's pages.
 
 A ```{code-cell} fence is a code cell; `<!-- include: course/1_softmax.md -->` stands for a page,
-whose pictures, figures and exercises become code cells.
+with pictures, figures and exercises as code cells.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ CODE = f"{REPOSITORY}/blob/main"
 COLAB = CODE.replace("//github.com", "//colab.research.google.com/github")
 BADGE = "[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]"
 NOTEBOOKS = ("attention", "qualify")
-LEFT_OUT = "## Train on your own kernel"  # a section that needs files next to train.py
+LEFT_OUT = "## Train on your own kernel"  # it needs files next to train.py
 CELL = "```{code-cell}\n%s\n```"
 FENCE = r"^```%s\n((?:.*\n)*?)```$"
-Cell = dict[str, Any]  # of a notebook, as JSON
+Cell = dict[str, Any]
 
 
 def notebook(name: str) -> str:
@@ -47,7 +47,7 @@ def notebook(name: str) -> str:
 
 
 def code(lines: str) -> Cell:
-    """A code cell, with its output where it shows a picture."""
+    """A code cell; the output of a picture."""
     drawn = re.fullmatch(r'picture\("(\w+)"\)', lines)
     data = {k: v.splitlines(True) for k, v in bundle(drawn[1]).items()} if drawn else {}
     output = {"output_type": "display_data", "metadata": {}, "data": data}
@@ -58,7 +58,7 @@ def code(lines: str) -> Cell:
 
 
 def included(path: Path) -> str:
-    """A page with code cells, its headings a level lower and its links for a notebook alone."""
+    """A page with code cells, headings a level lower, and absolute links."""
 
     def absolute(link: re.Match[str]) -> str:
         target = (path.parent / link[1]).resolve()
@@ -75,18 +75,18 @@ def included(path: Path) -> str:
 
 
 def without_marks(page: str) -> str:
-    """The page without the line of links to its neighbors and the comments for course.build."""
+    """Drop the links to neighbors and the comments of course.build."""
     return re.sub(r"^\[Contents\].*\n\n|^<!-- .* -->\n", "", page, flags=re.M)
 
 
 def figures(commands: re.Match[str]) -> str:
-    """A cell that draws the figures of these commands, if they are some."""
+    """A cell for the figures of these commands, if any."""
     drawn = re.findall(r"^python -m course\.figures (.+)$", commands[1], re.M)
     return CELL % "\n".join(f"figure({words!r})" for words in drawn) if drawn else commands[0]
 
 
 def exercise_cells(section: str) -> str:
-    """The section; an exercise gets cells for its starting file and its check."""
+    """An exercise gets cells for its start and its check."""
     number = re.match(r"## Exercise ([\d.]+):", section)
     if not number:
         return section

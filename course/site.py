@@ -1,9 +1,9 @@
 """Build the site of README, course, docs, and a page of explain.py, by MkDocs (mkdocs.yml).
 
     python -m course.site                          into out/site; the model is out/shakespeare_cpu
-    python -m course.site --run=RUN --out=FOLDER   the model in RUN, into FOLDER
+    python -m course.site --run=RUN --out=FOLDER
 
-A dead link is an error. The site needs a web server for its search, but no network.
+A dead link is an error. Only search needs a web server.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def write_pages(folder: Path) -> None:
 
 
 def relinked(page: str, path: Path, shown: set[Path]) -> str:
-    """The page with addresses in the repository for links to files that are not in the site."""
+    """Point links to files outside the site at the repository."""
 
     def link(found: re.Match[str]) -> str:
         file, hash_, anchor = found[2].partition("#")
@@ -91,14 +91,14 @@ def relinked(page: str, path: Path, shown: set[Path]) -> str:
 
 
 def typeset(page: str) -> str:
-    """The page with MathML for its formulas: ```math blocks, and $...$ outside code."""
+    """Convert ```math blocks and $...$ outside code to MathML."""
     from latex2mathml.converter import convert
 
     def block(found: re.Match[str]) -> str:
         return f'<div class="formula">{convert(found[1], display="block")}</div>\n'
 
     def inline(found: re.Match[str]) -> str:
-        # Markdown takes <math> at the beginning of a line for a block.
+        # At the beginning of a line Markdown takes <math> for a block.
         return found[0] if found[1] is None else f"<span>{convert(found[1])}</span>"
 
     page = re.sub(r"^```math\n((?:.*\n)*?)```\n", block, page, flags=re.M)

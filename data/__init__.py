@@ -1,4 +1,4 @@
-"""Data: python -m data prepares it (prepare.py), the training loop reads it (loader.py)."""
+"""Prepare datasets (prepare.py), and read them (loader.py)."""
 
 from data.loader import Batches, bits_per_byte, eval_batches, find, load, padded, read_meta
 from data.prepare import DATASETS, PrepareConfig, prepare

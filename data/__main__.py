@@ -1,4 +1,4 @@
-"""python -m data shakespeare_char [--key=value ...]: prepare a dataset."""
+"""python -m data NAME: prepare a dataset."""
 
 from __future__ import annotations
 

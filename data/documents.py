@@ -1,4 +1,4 @@
-"""Documents from files and from the hub, each an iterator of its parts: memory stays constant."""
+"""Documents of files and the hub, in constant memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from data.tokenizer import well_formed
 
 ENDINGS = (".txt", ".jsonl")
 WANTED = "a .txt or .jsonl file, or a folder of them"
-HUB: dict[str, tuple[str, str | None]] = {  # name and configuration on the hub
+HUB: dict[str, tuple[str, str | None]] = {  # name, configuration
     "openwebtext": ("Skylion007/openwebtext", None),
     "fineweb": ("HuggingFaceFW/fineweb-edu", "sample-10BT"),
 }
@@ -31,18 +31,17 @@ DATASETS = {  # -> settings that determine the result
     **dict.fromkeys(HUB, _DOCUMENTS - {"source"}),
     "shards": {"source", "tokenizer"},
 }
-PIECE = 2**20  # characters at once
+PIECE = 2**20  # characters
 MOST = 2**24  # of a text without spaces
 OVERLAP = 2**12  # characters around a part that may change its tokens
 
-# The number of its document; a text, "": the beginning, None: the end; the part of it to tokenize.
+# Document number; text, "": the beginning, None: the end; the part to tokenize.
 Piece = tuple[int, str | None, int, int]
 
 
 def source_files(source: str) -> list[Path]:
-    """The file, or all text files of a folder and its subfolders, sorted, each once. Raises
-    UserError."""
-    found: dict[str, Path] = {}  # by real path
+    """The file, or all text files of a folder tree, sorted, each once. Raises UserError."""
+    found: dict[str, Path] = {}
 
     def visit(path: Path, above: frozenset[str]) -> None:
         real = os.path.realpath(path, strict=True)
@@ -66,8 +65,7 @@ def source_files(source: str) -> list[Path]:
 def documents(
     dataset: str, source: str | None, text_key: str, files: list[Path]
 ) -> Iterator[Iterable[str]]:
-    """Yield the documents of a dataset, each as its parts: .txt files and lines of .jsonl files;
-    the files read are added to `files`."""
+    """Yield .txt files and lines of .jsonl files as parts; the files read are added to `files`."""
     shakespeare = dataset.startswith("shakespeare")
     if dataset in HUB:
         yield from ((text,) for text in _web_texts(*HUB[dataset], text_key))
@@ -106,8 +104,8 @@ def _read(path: Path, read: Callable[[IO[str]], str]) -> Iterator[str]:
 
 
 def text_parts(path: Path) -> Iterator[str]:
-    """Yield a text in parts of about PIECE characters, with the same GPT-2 tokens as the whole: a
-    part ends before a space after a word, or after MOST characters."""
+    """Yield parts of about PIECE characters with the GPT-2 tokens of the whole: they end before a
+    space after a word, or after MOST characters."""
     rest = ""
     for part in _read(path, lambda f: f.read(PIECE)):
         if part.count("\0") > len(part) // 4:
@@ -162,7 +160,7 @@ def _web_texts(name: str, configuration: str | None, key: str) -> Iterator[str]:
 
 
 def pieces(documents: Iterable[Iterable[str]]) -> Iterator[list[Piece]]:
-    """Yield the pieces of documents with text, about PIECE characters together."""
+    """Yield about PIECE characters together, of documents with text."""
     batch: list[Piece] = []
     size = count = 0
     for document in documents:

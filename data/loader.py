@@ -1,8 +1,7 @@
-"""Batches of tokens, as a pure function of (seed, step, split).
+"""Batches of tokens, a pure function of (seed, step, split).
 
-The sequences of a step are drawn for all processes, and each takes its slice: the only state is the
-number of sequences seen. An epoch visits each window of block_size tokens once, in random order,
-cut from a random offset.
+Each process takes a slice of a step's sequences. An epoch visits each window of block_size tokens
+once, in random order, from a random offset.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from data.documents import DATASETS
 from data.shards import AGAIN, SAMPLE, Tokens, why_not_uint16
 from data.tokenizer import GPT2Tokenizer, Json
 
-if TYPE_CHECKING:  # `python -m data` does not need torch
+if TYPE_CHECKING:  # `python -m data` needs no torch
     import torch
     from torch import Tensor
 
@@ -36,14 +35,14 @@ SCAN = 2**16  # tokens
 
 
 def find(dataset: str, data_dir: str = "data") -> Path:
-    """The folder of a dataset: a path, or a name in data_dir, else in the current folder."""
+    """A path, or a name in data_dir or the current folder."""
     named, path = Path(data_dir).expanduser() / dataset, Path(dataset).expanduser()
     is_path = os.sep in dataset or dataset in (os.curdir, os.pardir)
     return path if is_path or (os.path.exists(path) and not os.path.isdir(named)) else named
 
 
 def read_meta(folder: str | Path) -> Json:
-    """The meta.json of a prepared dataset, or the same of nanoGPT's files. Raises UserError."""
+    """The meta.json of a dataset, or of nanoGPT's files. Raises UserError."""
     path = Path(folder) / "meta.json"
     ours = path, path.with_name(".partial")  # of an interrupted preparation
     if os.path.exists(path.with_name("train.bin")) and not any(map(os.path.exists, ours)):
@@ -71,7 +70,7 @@ def read_meta(folder: str | Path) -> Json:
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Reads dicts, lists, strings and numbers, nothing that could run code."""
+    """Unpickles plain values: nothing that could run code."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
         raise ValueError(f"it names {module}.{name}, which could run code")
@@ -91,7 +90,7 @@ def _nanogpt_meta(folder: Path) -> Json:
                 raise ValueError("stoi and itos differ")
             if not 1 <= len(vocabulary) <= V <= 2**16:
                 raise ValueError(f"vocab_size is {V}, for {len(vocabulary)} characters in uint16")
-        except Exception as e:  # damaged pickles raise any
+        except Exception as e:
             why = f"{type(e).__name__}: {printable(first_line(e))}"
             raise UserError(f"{printable(path)} is not of nanoGPT's prepare.py ({why})") from e
         tokenizer = {"name": "char", "vocabulary": vocabulary, "eot": None}
@@ -101,26 +100,26 @@ def _nanogpt_meta(folder: Path) -> Json:
 
 
 def padded(V: int) -> int:
-    """Round a vocabulary above 1,024 up to a multiple of 64, which tensor cores prefer."""
+    """Round V > 1,024 up to a multiple of 64, for tensor cores."""
     return V if V <= 1024 else -(-V // 64) * 64
 
 
 def fits(V: int, model_vocab: int) -> bool:
-    """True for a model's vocabulary made for V tokens, here or in nanoGPT."""
+    """True if the model was made for V tokens, here or in nanoGPT."""
     return model_vocab in (V, padded(V))
 
 
 def bits_per_byte(meta: Json, nats: float, split: str = "val") -> float | None:
-    """Convert a mean loss (nats per token) to bits per byte of text; None: bytes unknown."""
+    """Nats per token to bits per byte; None: bytes unknown."""
     tokens, size = meta["tokens"][split], meta.get("bytes", {}).get(split)
     return nats / math.log(2) * tokens / size if size else None
 
 
 def load(folder: str | Path, split: str, block_size: int, vocab_size: int) -> Tokens:
-    """The tokens of a split ("train" or "val"), (N,) uint16 or uint32, read when needed.
+    """The tokens of a split, (N,) uint16 or uint32, mapped.
 
-    Raises UserError: too short for block_size, or an id >= vocab_size (above 2**24 tokens, 256
-    places are checked here, the others when they are read).
+    Raises UserError: too short for block_size, or an id >= vocab_size (above 2**24 tokens 256
+    places are checked here, others when read).
     """
     meta, path = read_meta(folder), Path(folder) / f"{split}.bin"
     name = printable(path)
@@ -137,7 +136,7 @@ def load(folder: str | Path, split: str, block_size: int, vocab_size: int) -> To
     if block_size + 1 > (N := len(tokens)):
         raise UserError(f"{name} has {N} tokens, fewer than --block_size={block_size} and a target")
     tokens.vocab_size = min(vocab_size, meta["vocab_size"])  # the model's is rounded up
-    places = np.linspace(0, max(0, N - SCAN), 256).astype(int)  # up to 2**24 tokens: everywhere
+    places = np.linspace(0, max(0, N - SCAN), 256).astype(int)
     if (largest := max(int(tokens[a : a + SCAN].max()) for a in places)) >= tokens.vocab_size:
         raise UserError(f"{name} has token {largest}, but the vocabulary is {tokens.vocab_size}")
     return tokens
@@ -162,8 +161,8 @@ def _bin(path: Path, meta: Json) -> Tokens:
 
 @dataclass(frozen=True)
 class Documents:
-    eot: int  # the end-of-text token
-    begins: bool  # it begins a document (llm.c), or ends it
+    eot: int
+    begins: bool  # it begins a document, or ends it
 
     @classmethod
     def of(cls, folder: Path, meta: Json) -> Documents:
@@ -176,20 +175,20 @@ class Documents:
         return cls(eot, meta.get("eot_begins", False))
 
     def starts(self, rows: np.ndarray) -> np.ndarray:
-        """The place where each token's document begins in its row; (B, T) ids -> (B, T) int32."""
+        """Each token's document start in its row: (B, T) ids -> (B, T) int32."""
         first = rows == self.eot
         if not self.begins:
             first[:, 1:] = first[:, :-1].copy()
         places = np.arange(rows.shape[1], dtype=np.int32) * first
-        places[:, 0] = 0  # began before the row
+        places[:, 0] = 0
         return np.maximum.accumulate(places, axis=1)
 
 
 class Batches:
     """The training sequences of every step.
 
-    global_batch: sequences a step, over all processes; documents: a batch has their starts too;
-    seen: (steps, sequences) of the run until now.
+    global_batch: of all processes; documents: adds their starts; seen: (steps, sequences) until
+    now.
     """
 
     def __init__(self, tokens: Tokens, block_size: int, global_batch: int, seed: int,
@@ -197,14 +196,14 @@ class Batches:
                  seen: tuple[int, int] = (0, 0)) -> None:  # fmt: skip
         self.tokens, self.block_size, self.global_batch = tokens, block_size, global_batch
         self.seed, self.device, self.seen, self.documents = seed, device, seen, documents
-        # A window's last target is the first token of the next. One window fewer than would fit
-        # leaves room for the offset: over the epochs sequences start anywhere.
+        # A window's last target begins the next one. One window fewer than fits leaves room for the
+        # offset.
         self.windows = max(1, (len(tokens) - 1) // block_size - 1)
-        self.slack = len(tokens) - 1 - self.windows * block_size  # the largest offset
+        self.slack = len(tokens) - 1 - self.windows * block_size
         self._epoch = lru_cache(1)(self._draw_epoch)
 
     def starts(self, step: int) -> np.ndarray:
-        """The first token of each sequence of a step, (global_batch,) int64."""
+        """First tokens (global_batch,) int64 of a step's sequences."""
         steps, sequences = self.seen
         first, n = sequences + (step - steps) * self.global_batch, self.windows
         k = np.arange(first, first + self.global_batch)
@@ -217,15 +216,15 @@ class Batches:
         return offset + self.block_size * random.permutation(self.windows)
 
     def get(self, step: int, rank: int = 0, world: int = 1) -> tuple[Tensor, ...]:
-        """This process's sequences of a step and their targets, (n, T) int64; with documents also
-        Documents.starts(). n is global_batch / world, rounded up for low ranks."""
+        """Sequences and targets of this process, (n, T) int64; with documents their starts. n is
+        global_batch / world, rounded up for low ranks."""
         mine = np.array_split(self.starts(step), world)[rank]
         return _gather(self.tokens, self.block_size, mine, self.device, self.documents)
 
     def prefetch(
         self, start: int, stop: int, rank: int = 0, world: int = 1
     ) -> Iterator[tuple[Tensor, ...]]:
-        """Yield get(start), ..., get(stop - 1); on a GPU threads prepare the next two."""
+        """Yield get(start) to get(stop - 1); on a GPU threads prepare two."""
         get, steps = lambda step: self.get(step, rank, world), range(start, stop)
         return map(get, steps) if str(self.device) == "cpu" else map_ahead(get, steps, 3)
 
@@ -235,8 +234,8 @@ def eval_batches(tokens: Tokens, block_size: int, batches: int, batch_size: int,
                  documents: Documents | None = None) -> Iterator[tuple[Tensor, ...]]:  # fmt: skip
     """Yield evenly spaced windows of a split, always the same, as Batches.get() returns them.
 
-    Each process takes every world-th batch. Fillers, with IGNORE as targets, give all batches one
-    shape (one compiled graph), and all processes as many.
+    A process takes every world-th batch. Fillers (targets IGNORE) make shapes equal (one compiled
+    graph), and the processes' counts.
     """
     from core.loss import IGNORE
 
@@ -252,7 +251,7 @@ def eval_batches(tokens: Tokens, block_size: int, batches: int, batch_size: int,
 
 
 def fingerprint(tokens: Tokens, block_size: int, batches: int, batch_size: int) -> int:
-    """CRC-32 of what eval_batches() reads: losses of one fingerprint are comparable."""
+    """CRC-32 of what eval_batches() reads: equal ones make losses comparable."""
     crc = 0
     for x, *_ in eval_batches(tokens, block_size, batches, batch_size):
         crc = zlib.crc32(x.numpy().tobytes(), crc)
@@ -276,7 +275,7 @@ def _gather(
         arrays.append((documents.starts(cut[:, :-1]), torch.int32))
     cuda = torch.device(device).type == "cuda"
     batch = []
-    # The threads that prefetch start on device 0, where pinning would create a second context.
+    # Threads start on device 0, where pinning would create a second context.
     with torch.cuda.device(device) if cuda else nullcontext():
         for array, dtype in arrays:
             t = torch.empty(array.shape, dtype=dtype, pin_memory=cuda)

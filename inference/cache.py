@@ -1,11 +1,11 @@
-"""KV caches: keys and values of the tokens so far.
+"""KV caches (docs/GENERATE.md).
 
 cache = DynamicCache(12, max_len=1024)
 step = cache.reserve(64)
 logits, _ = model(prompt, cache=step)  # each layer calls step.layer(layer).append(k, v)
 step.advance()
 
-append() stores k and v (B, Tq, Hkv, D), and returns what the kernel reads (docs/GENERATE.md).
+append() stores k and v (B, Tq, Hkv, D), and returns what the kernel reads.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Appended = tuple[Tensor, Tensor, StaticView | PagedView | None]  # keys, values,
 
 
 class Cache:
-    """Keys and values of some rows. This one stores none."""
+    """A cache that stores nothing."""
 
     pool: PagePool | None = None  # None: rows begin and end together
-    k: Sequence[Tensor] = ()  # of each layer, unless they grow
+    k: Sequence[Tensor] = ()  # of each layer
     v: Sequence[Tensor] = ()
 
     @property
@@ -37,10 +37,10 @@ class Cache:
         return sum(t.nbytes for t in (*self.k, *self.v))
 
     def reserve(self, T: int, counts: Numbers = None, rows: Numbers = None) -> Any:
-        """Begin a step of T columns: the model's argument `cache`, until its advance().
+        """Begin a step of T columns, until its advance(). Raises ValueError: a text exceeds the
+        cache.
 
-        counts: tokens of each row, the rest is padding (None: T); rows: those of a paged step.
-        Raises ValueError: a text would exceed the cache.
+        counts: tokens of each row, the rest is padding (None: T); rows: of a paged step.
         """
         return None
 
@@ -52,21 +52,21 @@ class Cache:
 
 
 class DynamicLayer:
-    """Keys and values of a layer, at least of the last window - 1 tokens."""
+    """At least the last window - 1 tokens of a layer."""
 
     def __init__(self, window: int, max_len: int) -> None:
         self.window, self.max_len = window, max_len
         self.kv: Tensor | None = None  # (2, B, capacity, Hkv, D)
-        self.kept = 0  # tokens in the buffer
+        self.kept = 0
 
     def append(self, k: Tensor, v: Tensor) -> Appended:
-        past = min(self.kept, self.window - 1)  # earlier tokens that the first query sees
+        past = min(self.kept, self.window - 1)  # seen by the first query
         if self.kv is not None and k.shape[1] == 1 and self.kept < self.kv.shape[2]:
             self.kv[0, :, self.kept], self.kv[1, :, self.kept] = k[:, 0], v[:, 0]
             self.kept += 1
             seen = self.kv[:, :, self.kept - past - 1 : self.kept]
         else:
-            seen = torch.stack([k, v])  # (2, B, T, Hkv, D)
+            seen = torch.stack([k, v])
             if self.kv is not None:
                 seen = torch.cat([self.kv[:, :, self.kept - past : self.kept], seen], dim=2)
             n = seen.shape[2]
@@ -78,7 +78,7 @@ class DynamicLayer:
 
 
 class DynamicCache(Cache):
-    """Buffers that double when full. Shorter prompts are padded on the left. ::
+    """Buffers that double when full. Prompts are padded on the left. ::
 
         pad = (2, 0)     tokens         segments
         row 0            . . a b c      0 0 1 1 1
@@ -94,7 +94,7 @@ class DynamicCache(Cache):
         self.layers = [DynamicLayer(window, max_len) for window in kept]
         self.pads = tuple(pad) if pad and any(pad) else ()
         self.pad = torch.tensor(self.pads, device=device)[:, None]  # (B, 1)
-        self.stored = 0  # tokens of a row, padding included
+        self.stored = 0  # with padding
 
     @property
     def nbytes(self) -> int:
@@ -104,7 +104,7 @@ class DynamicCache(Cache):
         return max(0, self.stored - (self.pads[row] if self.pads else 0))
 
     def reserve(self, T: int, counts: Numbers = None, rows: Numbers = None) -> DynamicStep:
-        """T tokens in each row; counts[b] is 0 for a row that has ended."""
+        """counts[b] is 0 for a row that has ended."""
         pads = [pad for row, pad in enumerate(self.pads) if counts is None or counts[row]]
         if (n := self.stored + T - min(pads, default=0)) > self.max_len:
             raise ValueError(f"{n} tokens do not fit into a cache of {self.max_len}")
@@ -141,8 +141,8 @@ class RowsStep:
     segments: ClassVar[None] = None
     cache: Any
     start: Tensor  # (B,) int32, stored tokens
-    count: Tensor  # (B,) int32, tokens of this step; the rest is padding
-    known: dict[int | None, Tensor] = field(default_factory=dict, init=False)  # kind -> slots
+    count: Tensor  # (B,) int32, tokens of this step
+    known: dict[int | None, Tensor] = field(default_factory=dict, init=False)
 
     def layer(self, layer: int) -> RowsLayer:
         return RowsLayer(self, layer)  # type: ignore[arg-type]
@@ -166,7 +166,7 @@ class RowsLayer:
         step, cache = self.step, self.step.cache
         seen = step.read(self.layer, k, v)
         kind, known = cache.kinds[self.layer], step.known
-        if torch.compiler.is_compiling():  # the compiler computes them once
+        if torch.compiler.is_compiling():
             known = {}
         if kind not in known:
             known[kind] = step.slots(kind, k.shape[1]).flatten()
@@ -177,20 +177,20 @@ class RowsLayer:
 
 
 def bucket(n: int, limit: int) -> int:
-    """Round n up to one of few lengths: each has a graph."""
+    """Round n up to one of few lengths, each with a graph."""
     return min(limit, max(128, 1 << (n - 1).bit_length()))
 
 
 class StaticCache(Cache):
     """Buffers for `max_len` tokens of each row, allocated once.
 
-    The last slot takes padding and is never read. With a window, token p is in slot p % window. ::
+    The last slot takes padding. With a window, token p is in slot p % window. ::
 
         row 0   a b c . . . . . | .     start 3       window 4   a b c . | .
         row 1   d e f g h . . . | .     start 5                  h e f g | .
 
-    in_order: a kernel needs distances (ALiBi): the tokens of a window are copied in order.
-    in_buckets: the kernel reads all keys of a bucket, not bounds on the device.
+    in_order: copy a window's tokens in order, for kernels that need distances (ALiBi).
+    in_buckets: the kernel reads whole buckets, not bounds on the device.
     """
 
     key: Hashable = None  # of inference/graphs.py
@@ -209,11 +209,11 @@ class StaticCache(Cache):
         self.reset()
 
     def reset(self) -> None:
-        """Empty the cache in place: a CUDA graph has its addresses."""
-        # Masked slots must be finite: 0 * NaN is NaN.
+        """Empty in place: a CUDA graph has the addresses."""
+        # 0 * NaN is NaN, in masked slots too.
         torch._foreach_zero_([*self.k, *self.v, self.start, self.count])
         self.lengths = [0] * len(self.start)  # `start`, on the host
-        self.counts = (0,) * len(self.start)  # `count`, on the host
+        self.counts = (0,) * len(self.start)
 
     def length(self, row: int) -> int:
         return self.lengths[row]
@@ -234,7 +234,7 @@ class StaticCache(Cache):
 @dataclass(frozen=True)
 class StaticStep(RowsStep):
     length: int  # slots that are read
-    kind: str  # "static"; "none" if nothing is stored yet: plain attention
+    kind: str  # "static"; "none": nothing is stored yet
     page_size: ClassVar[None] = None
 
     def read(self, layer: int, k: Tensor, v: Tensor) -> Appended:
@@ -243,7 +243,7 @@ class StaticStep(RowsStep):
         cache, slots, T = self.cache, self.cache.kinds[layer], k.shape[1]
         buffers = cache.k[layer], cache.v[layer]
         start, length = self.start, min(self.length, slots)
-        if slots < cache.max_len:  # a window
+        if slots < cache.max_len:
             start = start.clamp(max=slots - 1)
             if T > 1 or cache.in_order:  # one new token may be in any slot
                 k, v = (self._in_order(*pair, start) for pair in zip(buffers, (k, v)))
@@ -259,7 +259,7 @@ class StaticStep(RowsStep):
         return first[:, None] + torch.where(real, at % kind, kind)
 
     def _in_order(self, buffer: Tensor, new: Tensor, start: Tensor) -> Tensor:
-        """The last start[b] tokens of a row, then new ones: (B, slots - 1 + T, Hkv, D)."""
+        """The last start[b] tokens, then new ones: (B, slots - 1 + T, Hkv, D)."""
         (B, slots), T = (len(buffer), buffer.shape[1] - 1), new.shape[1]
         row = torch.arange(B, device=new.device)[:, None]
         i = torch.arange(slots - 1 + T, device=new.device)
@@ -274,10 +274,8 @@ class StaticStep(RowsStep):
 
 
 class PagedCache(Cache):
-    """Pages of `page_size` tokens (pages.py); a row is a sequence of the pool.
-
-    A page number is one page in every layer that has the same window. Page 0 takes padding.
-    """
+    """Pages of `page_size` tokens (pages.py); a row is a sequence of the pool. Page 0 takes
+    padding."""
 
     def __init__(self, n_layer: int, n_kv_head: int, head_dim: int, *,
                  n_pages: Mapping[int | None, int], page_size: int,
@@ -296,7 +294,7 @@ class PagedCache(Cache):
         self.pool.free(row)
 
     def reserve(self, T: int, counts: Numbers = None, rows: Numbers = None) -> PagedStep:
-        """Raises OutOfPages, with nothing changed, or ValueError: no such sequence."""
+        """Raises as PagePool.grow()."""
         assert rows and len(set(rows)) == len(rows), "a sequence twice"
         step = dict(zip(rows, (T,) * len(rows) if counts is None else counts, strict=True))
         start = [self.pool.length(row) for row in rows]

@@ -1,8 +1,7 @@
-"""Constrained text: every new text matches a regular expression, and ends within its limit.
+"""Constrained text: each new text matches a regular expression within its limit.
 
-The state of an automaton over tokens decides which may follow (Willard & Louf 2023, arXiv
-2307.09702), by lookups that are part of a compiled decode step. A token is allowed only if a match
-still fits into the tokens left, an end token only in accepting states.
+Allowed are tokens after which a match still fits into the tokens left, and in accepting states end
+tokens (Willard & Louf 2023, arXiv 2307.09702).
 """
 
 from __future__ import annotations
@@ -27,21 +26,18 @@ if TYPE_CHECKING:
 
 
 class Automaton(nn.Module):
-    """An automaton over tokens. States (B, 2) int64: the automaton's, and the tokens left.
-
-    Class 0 has the tokens that are never allowed, and ids beyond the tokenizer's.
-    """
+    """States (B, 2) int64: the automaton's, and the tokens left. Class 0: never allowed."""
 
     transition: Tensor  # (states, classes) int32: the next state
     token_class: Tensor  # (V,) int64
-    least: Tensor  # (states,) int32: the fewest tokens to a match, 0 in an accepting state
-    onward: Tensor  # (states,) int32: the fewest to a longer match
+    least: Tensor  # (states,) int32: fewest tokens to a match, 0 in an accepting state
+    onward: Tensor  # (states,) int32: to a longer match
 
     def __init__(self, tables: automaton.Tables, starts: Sequence[int] | None = None) -> None:
         super().__init__()
         self.starts = starts  # of each row; None: START
         transition, token_class, least = tables
-        # Rounded up: other constraints reuse the compiled decode step.
+        # Rounded up: constraints share the compiled decode step.
         spare = [(0, max(64, 1 << (n - 1).bit_length()) - n) for n in transition.shape]
         transition = np.pad(transition, spare, constant_values=DEAD)
         least = np.pad(least, spare[0], constant_values=NEVER)
@@ -53,7 +49,7 @@ class Automaton(nn.Module):
         self.shortest = np.where((transition == END).any(1), least, onward)
 
     def start(self, rows: Sequence[int], left: Sequence[int]) -> Tensor:
-        """The first state (B, 2) of rows that may have left[b] tokens. UserError: too few."""
+        """First states (B, 2) of rows with left[b] tokens. UserError: too few."""
         states = []
         for row, room in zip(rows, left, strict=True):
             state = START if self.starts is None else self.starts[row]
@@ -63,14 +59,14 @@ class Automaton(nn.Module):
         return to_device(torch.tensor(states), self.transition.device)
 
     def forward(self, logits: Tensor, state: Tensor) -> Tensor:
-        """The logits (B, V) with -inf for forbidden tokens; others become finite."""
+        """Logits (B, V), -inf for forbidden tokens, finite for others."""
         after = self.least[self.transition[state[:, 0]]]  # (B, classes)
         of_token = F.pad(self.token_class, (0, logits.shape[1] - len(self.token_class)))
         forbidden = (after >= state[:, 1:]).index_select(1, of_token)  # (B, V)
         return logits.clamp(min=-3e4).masked_fill(forbidden, -math.inf)  # -3e4: float16 holds it
 
     def advance(self, state: Tensor, token: Tensor) -> Tensor:
-        """The state (B, 2) after these allowed tokens, (B,) int64."""
+        """States (B, 2) after these allowed tokens, (B,) int64."""
         V = len(self.token_class)
         of_token = torch.where(token < V, self.token_class[token.clamp(max=V - 1)], 0)
         at, left = self.transition[state[:, 0], of_token].long(), state[:, 1] - 1
@@ -79,8 +75,8 @@ class Automaton(nn.Module):
 
 
 def regex(pattern: str, tokenizer: Tokenizer, stop: Iterable[int] | None = None) -> Automaton:
-    """Texts that fully match a regular expression in Rust's syntax, ended by the tokens `stop`, by
-    default the tokenizer's. Raises UserError."""
+    """Full matches of a regex in Rust's syntax, ended by `stop` (None: the tokenizer's ends).
+    Raises UserError."""
     kinds = getattr(tokenizer, "decoders", ["ByteLevel"])
     if "ByteLevel" not in kinds or set(kinds) - {"ByteLevel", "Fuse"}:
         got = f"{tokenizer.name} with decoder {', '.join(kinds)}"
@@ -91,7 +87,7 @@ def regex(pattern: str, tokenizer: Tokenizer, stop: Iterable[int] | None = None)
 
 
 def combined(constraints: Automaton | Sequence[Automaton | None] | None) -> Automaton | None:
-    """One automaton in which row b starts in constraints[b]; None allows every token."""
+    """Row b starts in constraints[b]; None allows every token."""
     if not isinstance(constraints, Sequence):
         return constraints
     each = [c for c in dict.fromkeys(constraints) if c is not None]
@@ -108,6 +104,6 @@ def combined(constraints: Automaton | Sequence[Automaton | None] | None) -> Auto
         blocks.append(np.where(block < START, block, block + n - START))
         least += c.least[START:].tolist()
         n += len(block)
-    blocks.append(np.full((1, classes.shape[1]), n))  # any token
+    blocks.append(np.full((1, classes.shape[1]), n))
     tables = automaton.table(np.concatenate(blocks), token_class.reshape(-1)[1:], [*least, 0])
     return Automaton(tables, [starts.get(c, n) for c in constraints])

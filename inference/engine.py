@@ -1,4 +1,4 @@
-"""Generate text with a KV cache, from token ids or texts: serving with a row for each prompt."""
+"""Generate text with a KV cache, one row for each prompt."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ Prompts = Tensor | Sequence[Prompt] | str | Sequence[str]
 def generate(model: GPT, idx: Prompts, max_new_tokens: int, **options: Any) -> Any:
     """Append up to `max_new_tokens` tokens to each prompt; arguments as in stream().
 
-    Returns (B, T + n) int64 for a tensor, where rows that ended early repeat their last token; a
-    list of (T_i + n_i,) int64 for a list; for a text or a list of texts the same, whole, up to an
-    end token or stop string.
+    Returns (B, T + n) int64 for a tensor, ended rows with their last token repeated; a list of (T_i
+    + n_i,) int64 for a list; for texts whole texts, up to an end token or stop string.
     """
     scheduler = _scheduler(model, idx, max_new_tokens, **options)
     for _ in scheduler.tokens():
@@ -45,18 +44,14 @@ def generate(model: GPT, idx: Prompts, max_new_tokens: int, **options: Any) -> A
 def stream(model: GPT, idx: Prompts, max_new_tokens: int, **options: Any) -> Iterator[Tensor]:
     """Sample tokens one at a time.
 
-    Args:
-        idx: (B, T) int64, a list of prompts of any lengths, each (T,), or one text or several.
-        generator: one for each row, or one for all. None: PyTorch's own.
-        kv_cache, compile: as in docs/GENERATE.md; "auto" is the default.
-        page_size: tokens of a page.
-        options: as sampling.Options.
-
-    Yields (B,) int64 on the CPU, the next token of each row; ENDED (-1) for a row that has ended.
+    idx: (B, T) int64, a list of prompts (T,), one text or several.
+    generator: one for each row, or for all. None: PyTorch's own.
+    kv_cache, compile: docs/GENERATE.md; page_size: tokens of a page; options: sampling.Options.
+    Yields (B,) int64 on the CPU; ENDED (-1) for a row that has ended.
     Raises ValueError: an option is out of range, a prompt is empty, or no match is short enough.
     """
     scheduler = _scheduler(model, idx, max_new_tokens, **options)
-    # A prompt that waited for the pages of a shared prefix is a token late.
+    # A prompt that waits for a shared prefix is a token late.
     ready: list[deque[int]] = [deque() for _ in scheduler.known]
     with closing(scheduler.tokens()) as tokens:
         for row, token in tokens:

@@ -1,9 +1,8 @@
 """Decode steps as CUDA graphs, and the static caches that they write to.
 
-A graph holds the addresses of weights and cache, and numbers as constants: key() has them all.
-Tensors that change are copied into its buffers. These, results, weights and caches lie outside the
-memory pool that the graphs share, which frees nothing until its last graph goes. So they run in one
-stream only.
+A graph holds numbers and the addresses of weights and cache: key() has them all. Changing tensors
+are copied into its buffers. The graphs share a memory pool, which frees nothing until its last
+graph goes: these tensors lie outside, and graphs run in one stream.
 """
 
 from __future__ import annotations
@@ -30,17 +29,17 @@ KV_CACHES = ("none", "dynamic", "static", "paged")
 MOST = 8  # graphs of a model
 MOST_IDLE = 2  # caches of a model
 
-warn = memoize(logging.getLogger("nanoattn").warning)  # once
+warn = memoize(logging.getLogger("nanoattn").warning)
 
 
 def choose(model: GPT, kv_cache: str, compile: bool, rows: int = 1) -> tuple[str, str | None]:
-    """The cache, and the graph of its decode steps: "captured", "compiled" (on CUDA then captured),
-    None. Raises ValueError."""
+    """The cache, and its steps' graph: "captured", "compiled" (on CUDA then captured), None. Raises
+    ValueError."""
     device = model.transformer.wte.weight.device
     if device.type == "cuda" and rows > 1 and int8.parameters(model):
         warn("int8 weights with several texts at a time on CUDA save memory, but are slow")
     if kv_cache == "auto" and not compile:
-        # Hooks are Python, which a graph would leave out.
+        # Hooks are Python: a graph would leave them out.
         hooked = any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
         return ("static", "captured") if possible(device) and not hooked else ("dynamic", None)
     if kv_cache not in ("auto", *KV_CACHES):
@@ -52,14 +51,14 @@ def choose(model: GPT, kv_cache: str, compile: bool, rows: int = 1) -> tuple[str
 
 def run(model: GPT, kind: str | None, function: Callable[..., Any], args: tuple[Any, ...],
         of_call: object = None) -> Any:  # fmt: skip
-    """function(*args) by a graph of that kind; with `of_call` one that no other call uses."""
+    """Call function(*args) by a graph, with `of_call` one that no other call uses."""
     if kind == "compiled":
         function = compiled(function)
     if kind is None or not possible(model.transformer.wte.weight.device):
         return function(*args)
     graphs = _captured.setdefault(model, OrderedDict())
     at = key(function, args), of_call
-    if at not in graphs:  # run once, then captured
+    if at not in graphs:
         graphs[at], result = capture(function, args)
         while len(graphs) > MOST:
             graphs.popitem(last=False)
@@ -79,14 +78,12 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, fullgraph=True, dynamic=False)
 
 
-# --- static caches ---
-
-# A graph holds the addresses of its cache: a new cache for each call would mean a new graph.
+# A graph holds addresses: a new cache would mean a new graph.
 _idle: WeakKeyDictionary[GPT, OrderedDict[Hashable, StaticCache]] = WeakKeyDictionary()
 
 
 def static_cache(model: GPT, B: int, max_len: int, graph: str | None) -> StaticCache:
-    """An empty static cache, for graphs that of an earlier call."""
+    """An empty static cache; graphs get that of an earlier call."""
     config = model.config
     phase = model.phase()._replace(cache="static", compiled=graph == "compiled")
     device, dtype = model.transformer.wte.weight.device, getattr(torch, phase.dtype)
@@ -97,7 +94,7 @@ def static_cache(model: GPT, B: int, max_len: int, graph: str | None) -> StaticC
     if static is not None:
         static.reset()
         return static
-    with torch.inference_mode(False):  # outside it its tensors are read-only
+    with torch.inference_mode(False):  # else its tensors are read-only
         static = StaticCache(
             config.n_layer, B, max_len, config.kv_heads, config.head_dim, windows=config.windows,
             in_order=config.position == "alibi", in_buckets=not bounded, dtype=dtype, device=device,
@@ -140,7 +137,7 @@ def _place(t: Tensor | None) -> Hashable:
 
 @dataclass
 class Captured:
-    """A call by a CUDA graph. It keeps neither the model nor the cache alive."""
+    """Keeps neither the model nor the cache alive."""
 
     values: list[Any]  # their addresses are in the key
     inputs: list[Tensor]
@@ -166,7 +163,7 @@ def capture(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Captur
     graph = Captured(values, inputs, outputs)
 
     def step() -> None:
-        # A copy of the cache's step: it notes tensors, which would be the graph's.
+        # A copy: the step notes tensors, which would be the graph's.
         new = [replace(x) if isinstance(x, StaticStep) else x for x in fixed]
         made = function(*tree_unflatten(new, tree))
         tree_map(lambda to, t: to.copy_(t) if isinstance(t, Tensor) else None, outputs, made)
@@ -175,7 +172,7 @@ def capture(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Captur
         graph.replay = record(step, device)
     except Exception as e:
         why: BaseException = e
-        while why.__context__ is not None:  # the end of a failed capture raises too
+        while why.__context__ is not None:
             why = why.__context__
         reason = f"{type(why).__name__}: {str(why).strip()}".partition("\n")[0]
         warn(f"the decode step cannot be captured as a CUDA graph, and is slower: {reason}")
@@ -188,7 +185,6 @@ def possible(device: torch.device) -> bool:
 
 @memoize
 def _side(device: torch.device) -> tuple[torch.cuda.Stream, Any]:
-    """The stream of first calls and captures, and the pool of all graphs."""
     return torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
 
 
@@ -205,7 +201,7 @@ def side_stream(device: torch.device) -> Iterator[None]:
 
 
 def record(step: Callable[[], None], device: torch.device) -> Callable[[], None]:
-    """Capture what step() launches; return a function that launches it."""
+    """Capture step(); return a function that launches it."""
     graph, (stream, pool) = torch.cuda.CUDAGraph(), _side(device)
     with (
         torch.cuda.device(device),

@@ -1,9 +1,8 @@
-"""The page pool: which pages of a paged KV cache belong to which sequence. No torch.
+"""The page pool of a paged KV cache. No torch.
 
-Layers with the same window share page numbers; a page that no later token sees is given back (0).
-The name of a full page hashes its token ids and the previous page's name: equal names mean equal
-prefixes, which new sequences share. A page that nothing holds keeps its content until it is reused,
-unnamed pages first. ::
+Layers with the same window share page numbers; a page that no later token sees is freed (0). A full
+page's name hashes its token ids and the previous name: equal names mean equal prefixes, which new
+sequences share. Free pages keep their content until reuse, unnamed ones first.
 
     pages, page_size = 2          held by        name
     1   "the cat"                 A B            h1 = hash("the cat")
@@ -27,25 +26,25 @@ class OutOfPages(RuntimeError):
 
 
 def pages_for(tokens: int, page_size: int, window: int | None = None) -> int:
-    """Pages for the tokens; with a window the most that one of them sees."""
+    """With a window: the most that one token sees."""
     n = -(-tokens // page_size)
     return n if window is None else min(n, (window - 2) // page_size + 2)
 
 
 @dataclass
 class _Sequence:
-    names: list[bytes]  # of the prompt's full pages
+    names: list[bytes]  # of full pages
     length: int  # stored tokens; the pages can hold more
     pages: dict[int | None, list[int]] = field(default_factory=dict)  # of each window
 
 
 class _Pages:
-    """Pages 1 .. n - 1 of the layers with one window; None: they see all tokens."""
+    """Pages 1 .. n - 1 of the layers with one window; None: no window."""
 
     def __init__(self, n: int, page_size: int, window: int | None) -> None:
         self.size, self.window = page_size, window
         self.holders = [0] * n  # sequences that hold each page
-        self.free = OrderedDict.fromkeys(range(1, n))  # taken from the front
+        self.free = OrderedDict.fromkeys(range(1, n))
         self.page_named: dict[bytes, int] = {}
         self.name_of: dict[int, bytes] = {}
 
@@ -89,9 +88,9 @@ class _Pages:
 
 
 class PagePool:
-    """Assign pages to sequences. A step is grow(), the model's writes, advance().
+    """A step is grow(), the model's writes, advance().
 
-    n_pages: for the layers of each window (None: no window); page 0 is not used.
+    n_pages: of each window (None: no window); page 0 is not used.
     """
 
     def __init__(self, n_pages: Mapping[int | None, int], page_size: int) -> None:
@@ -111,15 +110,15 @@ class PagePool:
         return self.n_pages[window] - 1 - self.n_free(window)
 
     def pages(self, seq: int, window: int | None = None) -> tuple[int, ...]:
-        """The pages of a sequence, in order; 0: no later token sees it."""
+        """Pages of a sequence; 0: no later token sees it."""
         return tuple(self._sequence(seq).pages[window])
 
     def length(self, seq: int) -> int:
         return self._sequence(seq).length
 
     def new(self, tokens: Sequence[int] = ()) -> int:
-        """Begin a sequence that will start with `tokens`; return its number, the last one freed
-        or the next. The last token is not shared: its logits need a prefill."""
+        """Return a sequence's number: the last one freed, or the next. The last of `tokens` is not
+        shared: its logits need a prefill."""
         names, n = self._names(tokens), max(0, len(tokens) - 1) // self.page_size
         while (least := min(pages.prefix(names, n) for pages in self._of.values())) < n:
             n = least
@@ -140,11 +139,11 @@ class PagePool:
                 pages.release(page)
 
     def grow(self, counts: Mapping[int, int]) -> None:
-        """Reserve room for `counts`, sequence -> tokens of this step. Raises OutOfPages, with
-        nothing changed, or ValueError: no such sequence."""
+        """Reserve room: sequence -> new tokens. Raises OutOfPages, with nothing changed, or
+        ValueError: no such sequence."""
 
         def missing(seq: int, window: int | None) -> int:
-            of = self._sequence(seq)  # more, if an earlier step reserved more than it used
+            of = self._sequence(seq)  # perhaps more, of an earlier step
             return max(
                 0, pages_for(of.length + counts[seq], self.page_size) - len(of.pages[window])
             )
@@ -159,7 +158,7 @@ class PagePool:
                 self._sequences[seq].pages[window] += taken
 
     def advance(self, counts: Mapping[int, int]) -> None:
-        """Count the tokens of grow(counts) as stored; free pages that nothing sees any more."""
+        """Count the tokens of grow() as stored; free pages that nothing sees."""
         for seq, n in counts.items():
             of = self._sequence(seq)
             before, of.length = of.length, of.length + n

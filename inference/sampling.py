@@ -1,7 +1,7 @@
-"""A decode step: from logits to a token by temperature, top-k, top-p and random numbers.
+"""A decode step: from logits to a token.
 
-One uniform random number a token selects an entry of the cumulative sum, in float64 for rare
-tokens; torch.multinomial needs one for each entry.
+One random number selects an entry of the cumulative sum, in float64 for rare tokens;
+torch.multinomial needs one for each entry.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from inference.constrain import END, Automaton
 if TYPE_CHECKING:
     from model import GPT
 
-    Read = tuple[GPT, Tensor, Tensor | None, Any, int | None]  # of next_logits()
+    Read = tuple[GPT, Tensor, Tensor | None, Any, int | None]
 
-ENDED = -1  # the text has ended
-INVALID = -2  # logits with NaN, or all -inf
+ENDED = -1
+INVALID = -2  # NaN, or all -inf
 
 Processor = Callable[..., Tensor]
 StopCondition = int | str | Iterable[int | str] | Callable[[int, list[int]], bool]
-Prompt = Tensor | Sequence[int] | str  # token ids, or a text
+Prompt = Tensor | Sequence[int] | str
 
 
 @dataclass
 class Stats:
-    """Memory that a call used."""
+    """Peak memory of a call."""
 
-    cache_bytes: int = 0  # peak
-    pages: int = 0  # peak in use
+    cache_bytes: int = 0
+    pages: int = 0  # in use
     all_pages: int = 0  # in the pool
     shared_pages: int = 0  # of other prompts
 
 
 @dataclass
 class Options:
-    """Sampling options and stop conditions. Raises ValueError: one is out of range."""
+    """Sampling options and stop conditions. Raises ValueError."""
 
     temperature: float = 1.0  # divides the logits; 0: the likeliest token
     top_k: int | None = None  # only the k likeliest tokens
@@ -54,10 +54,10 @@ class Options:
     unused: Sequence[int] = ()  # ids without a token
     logits_processor: Processor | None = None  # docs/GENERATE.md
     constraint: Automaton | Sequence[Automaton | None] | None = None  # for all, or one a row
-    # A token, a string in the new text (the token that completes it is the row's last), several of
-    # both, or a function (row number, new tokens) -> bool.
+    # A token, a string (its last token is the row's last), several of both, or a function (row
+    # number, new tokens) -> bool.
     stop: StopCondition | None = None
-    stats: Stats = field(default_factory=Stats)  # output
+    stats: Stats = field(default_factory=Stats)
 
     def __post_init__(self) -> None:
         self.temperature = in_range("temperature", self.temperature, 0, convert=float)
@@ -72,7 +72,7 @@ class Options:
                 raise ValueError(f"constraint: expected regex(pattern, tokenizer), got {c!r:.60}")
 
     def fit(self, vocab_size: int, tokenizer: Any) -> None:
-        """Check `stop` and `unused`; a model with a tokenizer samples ids with a token only."""
+        """Check `stop` and `unused`; a tokenizer limits the ids to those with a token."""
         if tokenizer is not None and self.vocab_size is None:
             self.vocab_size, self.unused = tokenizer.vocab_size, [*self.unused, *tokenizer.unused]
         sampled = min(vocab_size, self.vocab_size or vocab_size)
@@ -95,7 +95,7 @@ def needed(tokenizer: Any, what: str) -> Any:
 
 def in_range(name: str, value: Any, least: float, most: float = math.inf,
              convert: Callable[[Any], Any] = operator.index) -> Any:  # fmt: skip
-    """The value as Python's int or float, also from NumPy or a tensor. Raises ValueError."""
+    """To int or float, also from NumPy or a tensor. Raises ValueError."""
     with suppress(TypeError, ValueError, RuntimeError):
         is_bool = "bool" in str(getattr(value, "dtype", type(value)))
         if not is_bool and least <= (number := convert(value)) <= most:
@@ -112,7 +112,7 @@ def _each(given: Any) -> list[Any]:
 
 
 def check_prompt(index: int, prompt: Any, vocab_size: int) -> list[int]:
-    """The ids of a prompt. Raises ValueError unless it is a row of valid ones."""
+    """The ids of a prompt. Raises ValueError."""
     ids = torch.as_tensor(prompt)
     valid = ids.dim() == 1 and len(ids) and ids.dtype != torch.bool and not ids.is_floating_point()
     found: list[int] = ids.tolist() if valid else []
@@ -128,7 +128,7 @@ class SamplingParams(NamedTuple):
     temperature: Tensor | float = 1.0
     top_k: int | None = None
     top_p: Tensor | float | None = None
-    unused: Tensor | None = None  # ids
+    unused: Tensor | None = None
 
     @classmethod
     def on(cls, device: torch.device, options: Options) -> SamplingParams:
@@ -145,10 +145,7 @@ class SamplingParams(NamedTuple):
 
 def sample_token(logits: Tensor, u: Tensor | None, params: SamplingParams) -> Tensor:
     """Sample from logits (B, V) at u (B,) in [0, 1), None: the likeliest. Returns (B,) int64,
-    INVALID for a row without a token.
-
-    top_p is nucleus sampling (Holtzman et al. 2020, arXiv 1904.09751).
-    """
+    INVALID for a row without a token. top_p: Holtzman et al. 2020, arXiv 1904.09751."""
     if params.unused is not None:
         logits = logits.index_fill(-1, params.unused, -torch.inf)
     if u is None:
@@ -157,7 +154,7 @@ def sample_token(logits: Tensor, u: Tensor | None, params: SamplingParams) -> Te
     logits = logits.float() / params.temperature
     top_p, order = params.top_p, None
     if params.top_k is not None and params.top_k < logits.shape[-1]:
-        logits, order = logits.topk(params.top_k, dim=-1)  # sorted
+        logits, order = logits.topk(params.top_k, dim=-1)
     probs = logits.softmax(dim=-1)
     if top_p is not None and order is None:
         probs, order = _likeliest(probs, top_p)
@@ -167,24 +164,22 @@ def sample_token(logits: Tensor, u: Tensor | None, params: SamplingParams) -> Te
         total = upto.masked_fill(upto - probs >= top_p, 0.0).amax(dim=-1, keepdim=True)
     # The first entry above u: never one of probability 0.
     at = torch.searchsorted(upto, u[:, None] * total, right=True)  # (B, 1)
-    at = at.clamp(max=upto.shape[-1] - 1)  # beyond it for NaN
+    at = at.clamp(max=upto.shape[-1] - 1)  # NaN
     return torch.where(total > 0, at if order is None else order.gather(1, at), INVALID)[:, 0]
 
 
 def _likeliest(probs: Tensor, top_p: Tensor | float) -> tuple[Tensor, Tensor]:
     """Sorted probabilities and ids (B, k) of the likeliest tokens, which sum to top_p or more."""
     if probs.device.type == "cpu" and probs.shape[-1] > 2048 and not torch.compiler.is_compiling():
-        some, order = probs.topk(1024, dim=-1)  # often enough, and faster than a sort
+        some, order = probs.topk(1024, dim=-1)  # faster than a sort
         if (some.sum(dim=-1, dtype=torch.float64) >= top_p + 1e-9).all():
             return some, order
     return probs.sort(dim=-1, descending=True)
 
 
 def uniform(device: torch.device, generator: torch.Generator | None) -> Iterator[Tensor]:
-    """Random numbers in [0, 1) for the steps of a row, (1,) float64 each, float32 on MPS.
-
-    64 are drawn at a time: a longer text begins like a shorter one.
-    """
+    """Random numbers in [0, 1), (1,) float64 a step, float32 on MPS; 64 at a time: a longer text
+    begins like a shorter one."""
     dtype = torch.float32 if device.type == "mps" else torch.float64
     on = device if generator is None else generator.device
 
@@ -196,12 +191,12 @@ def uniform(device: torch.device, generator: torch.Generator | None) -> Iterator
 
 
 Texts = tuple[Processor, Tensor, Tensor]  # tokens (B, N), lengths (B,)
-How = tuple[SamplingParams, Automaton | None, Tensor | None, Tensor | None]  # of sample_step()
-Drawn = tuple[Tensor, Tensor | None, Tensor | None]  # see sample_step()
+How = tuple[SamplingParams, Automaton | None, Tensor | None, Tensor | None]
+Drawn = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 def next_logits(read: Read) -> Tensor:
-    """The logits (B, V) after each row of idx (B, T), which ends at column last (B, 1)."""
+    """Logits (B, V) after each row of idx (B, T), which ends at column last (B, 1)."""
     model, idx, last, step, vocab_size = read
     x = model.hidden(idx, None, step)
     if last is not None:
@@ -210,7 +205,7 @@ def next_logits(read: Read) -> Tensor:
 
 
 def sample_step(logits: Tensor, how: How, texts: Texts | None = None) -> Drawn:
-    """Sample: token (B,) int64, next state (B, 2), (B,) bool: the constraint ends the text."""
+    """Tokens (B,) int64, next states (B, 2), (B,) bool: the constraint ends the text."""
     params, constraint, state, u = how
     if texts is not None:
         processor, tokens, lengths = texts
@@ -237,7 +232,7 @@ def process(processor: Processor, tokens: Tensor, logits: Tensor, **lengths: Ten
 def process_rows(
     processor: Processor, texts: Tensor, logits: Tensor, lengths: Sequence[int]
 ) -> Tensor:
-    """Apply a processor to logits (B, V) of texts[b, : lengths[b]], rows of one length at once."""
+    """Process logits (B, V) of texts[b, : lengths[b]], rows of one length at once."""
     logits = logits.float()
     made = torch.empty_like(logits)
     for n in dict.fromkeys(lengths):
@@ -248,8 +243,8 @@ def process_rows(
 
 
 def to_host(token: Tensor, over: Tensor | None) -> Callable[[], list[list[int]]]:
-    """Start to copy a step's tokens to the host; the function returned waits for them: [token] a
-    row, with a constraint [token, 1 if it ends the text]."""
+    """Copy tokens to the host; the returned function waits: [token] a row, with a constraint
+    [token, 1 if it ends the text]."""
     drawn = token[:, None] if over is None else torch.stack([token, over], dim=1)
     if not drawn.is_cuda:
         return drawn.tolist

@@ -1,10 +1,9 @@
-"""The scheduler: many prompts through the rows of a KV cache. A batch has a row for each prompt.
+"""The scheduler: many prompts through the rows of a KV cache.
 
-With pages a new prompt replaces a finished text at once; the rows of other caches begin and end
-together (Yu et al. 2022, "Orca", OSDI, section 3). A prompt waits, and all behind it, until the
-pool has pages for its longest text and those in progress, and for one step if another new prompt
-computes pages that it can share. A text longer than block_size slides: every position moves, so
-nothing is cached.
+With pages a new prompt replaces a finished text at once; other rows begin and end together (Yu et
+al. 2022, "Orca", OSDI, section 3). A prompt, and all behind it, wait for pages for its longest text
+and those in progress, and one step for another that computes shared pages. A text longer than
+block_size slides: every position moves, nothing is cached.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from model import GPT
 
 T = TypeVar("T")
-PREFILL = 2048  # most tokens of a batch of prompts, padding included, unless one has more
+PREFILL = 2048  # most tokens of a padded batch, unless one prompt has more
 
 
 def stream(
@@ -41,13 +40,11 @@ def stream(
 ) -> Iterator[tuple[int, int]]:
     """Continue many prompts, and yield each token as it comes.
 
-    Args:
-        prompts: as in engine.stream(); those of an iterator are taken when there is room for one.
-        max_new_tokens: for all prompts, or one for each; likewise generator.
-        slots: most texts in progress.
-        n_pages: size of the pool; None: enough for a list of prompts, or for `slots` contexts.
-        options: as in engine.stream(); kv_cache is "paged" by default.
-
+    prompts: as in engine.stream(); an iterator's are taken when there is room.
+    max_new_tokens, generator: for all prompts, or one for each.
+    slots: most texts in progress.
+    n_pages: of the pool; None: enough for a list of prompts, or for `slots` contexts.
+    options: as in engine.stream(); kv_cache is "paged" by default.
     Yields the number of a prompt, and its next token; ENDED (-1) when its text has ended.
     Raises ValueError: as engine.stream(), or a prompt needs more pages than the pool has.
     """
@@ -64,10 +61,10 @@ class Row:
     room: int  # most new tokens
     random: Iterator[Tensor] | None
     new: list[int] = field(default_factory=list)
-    slot: int = -1  # in the cache
+    slot: int = -1
     ended: bool = False  # as far as the host knows
-    n: int = field(init=False)  # tokens of the text, on the device too
-    most: int = field(init=False)  # tokens that the model may read: all but the last
+    n: int = field(init=False)  # of the text, on the device too
+    most: int = field(init=False)  # that the model may read: all but the last
 
     def __post_init__(self) -> None:
         self.n = len(self.prompt)
@@ -78,7 +75,7 @@ class Row:
         return self.ended or self.n > self.most
 
 
-Launched = tuple[Sequence[Row], Callable[[], list[list[int]]]]  # rows, and their to_host()
+Launched = tuple[Sequence[Row], Callable[[], list[list[int]]]]
 
 
 class Scheduler:
@@ -99,15 +96,15 @@ class Scheduler:
         self.constraint = combined(self.options.constraint)
         if self.constraint is not None:
             self.constraint.to(self.device)
-        # One with a parameter `lengths` is part of the step (docs/GENERATE.md). Its numbers may
-        # change between calls: each has graphs of its own.
+        # With a parameter `lengths` it is part of the step (docs/GENERATE.md), and its numbers may
+        # change: each call has its own graphs.
         self.processor = self.options.logits_processor
         called = getattr(self.processor, "forward", self.processor)
         self.in_step = called is None or "lengths" in inspect.signature(called).parameters
         self.of_call = object() if called is not None and self.in_step else None
         rooms, generators = _each("max_new_tokens", max_new_tokens), _each("generator", generator)
         self.coming: Iterator[Row] = map(self._new_row, count(), prompts, rooms, generators)
-        self.known: list[Row] = []  # all prompts, if they have a length
+        self.known: list[Row] = []  # if their number is known
         longest = [self.block_size] * slots
         if isinstance(prompts, Sized):
             self.known = [*self.coming]
@@ -122,14 +119,13 @@ class Scheduler:
         self.rows: list[Row] = []
         self.texts = torch.zeros(slots, 1, dtype=torch.int64, device=self.device)
         self.states = torch.zeros(slots, 2, dtype=torch.int64, device=self.device)
-        # The rows of the last step; on the device their slots, lengths and tokens, (B,) each.
+        # On the device: slots, lengths and tokens (B,) of the last step's rows.
         self.batch: list[Row] = []
         self.slot = self.length = self.token = self.texts[:0, 0]
         self.decoding = False  # the same rows go on
 
     @torch.no_grad()
     def tokens(self) -> Generator[tuple[Row, int], None, None]:
-        """Each row's tokens as they come; ENDED when its text has ended."""
         pending: deque[Launched] = deque()
         try:
             while True:
@@ -168,7 +164,6 @@ class Scheduler:
                 yield row, ENDED
 
     def stops(self, row: Row) -> bool:
-        """True if the last token ends the text."""
         options, tokenizer, last = self.options, self.model.tokenizer, row.new[-1]
         if row.text is not None and last in tokenizer.ends:
             return True
@@ -178,7 +173,6 @@ class Scheduler:
         return last in options.stop_ids or has_stop(row.new, row.prompt, tokenizer, stops)
 
     def pieces(self, row: Row, new: Iterable[int]) -> Iterator[str]:
-        """The new text of a row, as its tokens `new` arrive, up to its end."""
         tokenizer, stops = self.model.tokenizer, self.options.stop_strings
         known = (token for token in new if token not in tokenizer.ends)
         return until(pieces(known, tokenizer, row.text or "", row.prompt), stops)
@@ -224,19 +218,18 @@ class Scheduler:
 
     def _begin(self, rows: Sequence[Row]) -> None:
         longest = max(len(row.prompt) + row.room for row in rows)
-        width = bucket(longest, 2 * longest + 128)  # for few graphs
+        width = bucket(longest, 2 * longest + 128)
         if (more := width - self.texts.shape[1]) > 0:
             self.texts = torch.cat([self.texts, self.texts[:, :1].expand(-1, more)], dim=1)
         for row in rows:
             self.rows.append(row)
-            # In other places the first token: harmless to processors of sets of tokens.
+            # Elsewhere the first token: harmless to sets of tokens.
             self.texts[row.slot] = row.prompt[0]
             self.texts[row.slot, : len(row.prompt)] = self._on_device(row.prompt)
             if self.constraint is not None:
                 self.states[row.slot] = self.constraint.start([row.index], [row.room])[0]
 
     def _admit_together(self) -> None:
-        """Start all waiting texts, with a cache of their own."""
         rows, self.waiting = self.waiting, []
         for slot, row in enumerate(rows):
             row.slot = slot
@@ -274,7 +267,7 @@ class Scheduler:
             if not self._fit([*self.rows, row], pool):
                 pool.free(row.slot)
                 break
-            # A prompt admitted just now may compute a page to share.
+            # It may compute a page to share.
             n = pool.length(row.slot) + pool.page_size
             if n < len(shared) and any(other.prompt[:n] == shared[:n] for other in admitted):
                 pool.free(row.slot)
@@ -285,7 +278,6 @@ class Scheduler:
             self.stats.shared_pages += pool.length(row.slot) // pool.page_size
 
     def _fit(self, rows: Sequence[Row], pool: PagePool) -> bool:
-        """True if the pool has the most pages that these rows may hold from now on."""
         for window, n in pool.n_pages.items():
             room, needed = n - 1, 0
             if window is None:  # shared pages are held to the end
@@ -303,7 +295,7 @@ class Scheduler:
 
     def _step(self) -> Launched:
         if self.cache.pool is None and any(r.n > self.block_size for r in self.rows if not r.done):
-            self._drop_cache()  # a text slides
+            self._drop_cache()
         groups = self._groups()
         rows = [row for group in groups for row in group]
         self.decoding = rows == self.batch
@@ -320,7 +312,7 @@ class Scheduler:
             texts = processor, self.texts[self.slot], self.length
         if len(groups) == 1 and self.in_step:
             token, after, over = self._forward(sampling.next_token, rows, how, texts)
-        else:  # two graphs
+        else:
             logits = torch.cat([self._forward(sampling.next_logits, group) for group in groups])
             if processor is not None and not self.in_step:
                 lengths = [row.n for row in rows]
@@ -337,7 +329,7 @@ class Scheduler:
         return rows, sampling.to_host(token, over)
 
     def _groups(self) -> list[list[Row]]:
-        """Batches of similar length: no row is padded to twice its length."""
+        """Batches in which no row is padded to twice its length."""
         if self.cache.pool is None:
             return [[*self.rows]]
         groups: list[list[Row]] = []
@@ -357,13 +349,13 @@ class Scheduler:
         return row.n - self.cache.length(row.slot)
 
     def _forward(self, function: Callable[..., T], rows: Sequence[Row], *args: object) -> T:
-        """function(read, *args), `read` as in sampling.next_logits()."""
+        """`read` as in sampling.next_logits()."""
         counts = [0 if row.done else self._reads(row) for row in rows]
         T, last = max(counts), None
         if self.decoding and T == 1 and len(rows) == len(self.batch):
             idx = self.token[:, None]
         else:
-            left = isinstance(self.cache, DynamicCache)  # padding
+            left = isinstance(self.cache, DynamicCache)
             begin = [row.n - (T if left else n) for row, n in zip(rows, counts)]
             numbers = [row.slot for row in rows], begin, [max(0, n - 1) for n in counts]
             slot, at, last = self._on_device(numbers)[:, :, None]  # (B, 1) each
@@ -372,7 +364,7 @@ class Scheduler:
             last = None if left or min(counts) == T else last
         pool = self.cache.pool
         for row in rows:
-            if pool is not None and row.n > self.block_size:  # it slides
+            if pool is not None and row.n > self.block_size:
                 pool.free(row.slot)
                 row.slot = pool.new()  # the same number
         step = self.cache.reserve(T, counts, [row.slot for row in rows])

@@ -1,4 +1,4 @@
-"""Texts to prompts, and new tokens to texts, which end before a stop string."""
+"""Texts to prompts, and new tokens to texts."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ log = logging.getLogger("nanoattn")
 
 
 def default_prompt(tokenizer: Tokenizer) -> str:
-    """A newline, or where no text has one: the first character, or nothing."""
+    """A newline; if no text has one, the first character, or nothing."""
     if isinstance(tokenizer, CharTokenizer) and "\n" not in tokenizer.ids:
         return next(filter(None, tokenizer.vocabulary))
     return "\n" if tokenizer.encode("\n") else ""
 
 
 def encode(prompt: str, tokenizer: Tokenizer, block_size: int) -> tuple[str, list[int]]:
-    """The prompt and its token ids. An empty one is the token that ends documents, or else
-    default_prompt(). Raises UserError."""
+    """The prompt and its ids; for an empty one eot or default_prompt(). Raises UserError."""
     if not prompt and tokenizer.eot is None:
         prompt = default_prompt(tokenizer)
     ids = [*tokenizer.begin, *tokenizer.encode(well_formed(prompt))]
@@ -40,7 +39,6 @@ def encode(prompt: str, tokenizer: Tokenizer, block_size: int) -> tuple[str, lis
 def pieces(
     new: Iterable[int], tokenizer: Tokenizer, prompt: str, ids: Sequence[int]
 ) -> Iterator[str]:
-    """The text of new tokens as they arrive, after the prompt and its ids."""
     found = tokenizer.stream_decode(new, ids if prompt else ())
     if prompt[-1:].isspace() and not tokenizer.decode(ids)[-1:].isspace():
         yield next(found, "").removeprefix(" ")  # the prompt's last space has no token (WordPiece)
@@ -64,10 +62,10 @@ def until(pieces: Iterable[str], stops: Sequence[str]) -> Iterator[str]:
 def has_stop(
     new: Sequence[int], ids: Sequence[int], tokenizer: Tokenizer, stops: Sequence[str]
 ) -> bool:
-    """True if the last token completes a stop string; ids: of the prompt."""
+    """`ids` are the prompt's."""
     if not stops:
         return False
-    n = 4 * max(map(len, stops)) + 16  # a character has at most 4 tokens
+    n = 4 * max(map(len, stops)) + 16  # at most 4 tokens a character
     before = [*ids, *new[:-n]][-16:]  # for the spaces between tokens
     known, text = tokenizer.decode(before), tokenizer.decode([*before, *new[-n:]])
     begin = next((i for i, (a, b) in enumerate(zip(known, text)) if a != b), len(known))

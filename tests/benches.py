@@ -1,8 +1,5 @@
-"""Runs of bench_mfu.py in tests: the real command with its real processes.
-
-Only the way in which these start is another one: forked from a server that has imported torch,
-which takes a fifth of a second instead of five.
-"""
+"""bench_mfu.py in tests: the real command, its processes forked from a server that has imported
+torch."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ MODEL = GPTConfig(32, 64, 2, 2, 32, bias=False)  # of small()
 
 
 def small(mode: str) -> list[str]:
-    """A mode, and options of a model that is quickly measured."""
+    """A mode, and options of a small model."""
     sizes = ["--device=cpu", "--n_embd=32", "--n_head=2", "--dtype=float32"]
     sizes += ["--peak_tflops=0.5"] * (mode != "decode")
     sizes += ["--n_layer=2", "--block_size=32", "--vocab_size=64"] * (mode != "kernel")
@@ -39,7 +36,6 @@ def small(mode: str) -> list[str]:
 
 
 def run(argv: list[str]) -> tuple[int, str]:
-    """Return the exit code and stdout."""
     out = io.StringIO()
     multiprocessing.set_forkserver_preload(["bench_mfu", "torch._dynamo"])
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
@@ -50,14 +46,13 @@ def run(argv: list[str]) -> tuple[int, str]:
 
 
 def measured(*argv: str, code: int = 0) -> dict[str, Any]:
-    """Return the content of a run."""
     ended, out = run([*argv, "--json"])
     assert ended == code, out
     return json.loads(out.splitlines()[-1])
 
 
 def by_backend(content: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the rows by the names of their backends, of files without folder and suffix."""
+    """Rows by backend, of files by the stem."""
     return {Path(r["backend"]).stem: r for r in content["rows"]}
 
 
@@ -82,15 +77,14 @@ BACKEND = Backend({name!r}, "a test's", attend, (caps,), fallback=None)
 
 
 def kernel(folder: Path, name: str, does: str = "pass", caps: str = "") -> str:
-    """Write a kernel, NAME.py, and return its path. It adds its name and its process to log.txt
-    with every call of more than two sequences."""
+    """Write NAME.py, return its path. It logs its name and process at each call of more than two
+    sequences."""
     log, path = str(folder / "log.txt"), folder / f"{name}.py"
     path.write_text(KERNEL.format(name=name, does=does, caps=caps, log=log), encoding="utf-8")
     return str(path)
 
 
 def write_tokens(folder: Path) -> Path:
-    """A dataset of characters, each of which follows from its place."""
     text = "".join(chr(60 + (i * i + i // 7) % 61) for i in range(6000))
     (folder / "text.txt").write_text(text, encoding="utf-8")
     given = PrepareConfig(source=str(folder / "text.txt"), out_dir=str(folder / "tiny"))
@@ -128,6 +122,5 @@ class GPT(torch.nn.Module):
 
 
 def rival(folder: Path) -> str:
-    """Write a stand-in of nanoGPT; return the option that measures it."""
     (folder / "model.py").write_text(RIVAL, encoding="utf-8")
     return f"--rival=nanogpt={folder}"

@@ -1,4 +1,4 @@
-"""A real browser for tests of pages: found on the machine, driven by playwright."""
+"""A real browser, driven by playwright."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome", "chromium-br
 
 @contextmanager
 def running() -> Iterator[Any]:
-    """A browser that is driven; the tests are skipped where it or playwright is missing."""
     path = next(filter(None, map(shutil.which, BROWSERS)), None)
     if path is None:
         pytest.skip(f"no browser: none of {', '.join(BROWSERS)} is installed")

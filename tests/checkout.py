@@ -1,4 +1,4 @@
-"""The project's own files, in a checkout where somebody works: answers, kernels, records."""
+"""The project's own files, in a checkout with answers, kernels and records of a user."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @cache
 def tracked() -> frozenset[Path] | None:
-    """Files that git tracks; None where the project is no git checkout."""
+    """None where the project is no git checkout."""
     try:
         found = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
     except OSError:
@@ -21,7 +21,6 @@ def tracked() -> frozenset[Path] | None:
 
 
 def files(*patterns: str) -> list[Path]:
-    """Sorted files that match a glob pattern of the root; without git a user's own too."""
     found = {path for pattern in patterns for path in ROOT.glob(pattern) if path.is_file()}
     known = tracked()
     return sorted(found if known is None else found & known)

@@ -1,6 +1,6 @@
-"""One thread a process: the tests are many tiny tensors, for which more threads only cost.
+"""One thread a process: the tests are many tiny tensors.
 
-Where there is no CUDA device Triton's kernels run in its interpreter, slowly, on the CPU.
+Without a CUDA device Triton's kernels run in its interpreter.
 """
 
 from __future__ import annotations
@@ -30,11 +30,10 @@ if not torch.cuda.is_available():
 
 
 def hurry_the_interpreter() -> None:
-    """Leave out what takes more than half of the interpreter's time; the kernels are the same.
+    """Leave out what takes more than half of the interpreter's time.
 
-    It replaces triton.language by its own versions at every call of every function, where once a
-    function will do, and checks each sum of integers for overflow. Where a release of Triton has
-    moved these (3.9 has them so), it is only slow.
+    It replaces triton.language at every call of every function, where once a function will do, and
+    checks each sum of integers for overflow. With other releases than 3.9 it is only slow.
     """
     try:
         from triton.runtime import interpreter
@@ -56,19 +55,18 @@ def hurry_the_interpreter() -> None:
 
 
 def few(values: Sequence[Any], fast: int = 1) -> list[Any]:
-    """Parameters of which `make test` runs the first `fast`, and `make test-all` each one."""
+    """`make test` runs the first `fast`, `make test-all` all."""
     rest = [v if isinstance(v, tuple) else (v,) for v in values[fast:]]
     return [*values[:fast], *(pytest.param(*v, marks=pytest.mark.slow) for v in rest)]
 
 
 def every(n: int, values: Sequence[Any]) -> list[Any]:
-    """Parameters of which `make test` runs every n-th, and `make test-all` each one."""
     return [v for at in range(0, len(values), n) for v in few(values[at : at + n])]
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of the slow tests of a file .ci/run takes those marked `ci`, else the first."""
+    """Of a file's slow tests .ci/run takes those marked `ci`, else the first."""
     chosen = {item.path for item in items if item.get_closest_marker("ci")}
     for item in items:
         if item.get_closest_marker("slow") and item.path not in chosen:
@@ -76,7 +74,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.ci)
 
 
-gc.disable()  # while modules are imported, of which none goes
+gc.disable()  # while modules are imported
 if os.environ.get("TRITON_INTERPRET") == "1":
     hurry_the_interpreter()
 
@@ -84,19 +82,19 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 def pytest_collection_finish() -> None:
     gc.enable()
     gc.freeze()
-    gc.unfreeze = lambda: None  # else each run of train.py looks for garbage among all modules
+    gc.unfreeze = lambda: None  # else each run looks for garbage among all modules
 
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What tests measure is not remembered as this machine's; subprocesses inherit it."""
+    """Measurements are not kept as this machine's; subprocesses inherit it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NANOATTN_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
 
 
 class TorchRandom:
-    """torch's generator as hypothesis seeds it, so that an example is the same whenever it runs."""
+    """hypothesis seeds torch's generator: examples repeat."""
 
     seed = staticmethod(torch.manual_seed)
     getstate = staticmethod(torch.get_rng_state)
@@ -109,7 +107,7 @@ hypothesis.register_random(TORCH_RANDOM)
 
 @pytest.fixture(autouse=True)
 def switches_as_they_were() -> Iterator[None]:
-    """A run of train.py throws switches of its whole process, which here other tests share."""
+    """Runs of train.py set switches of the process, which tests share."""
     torch.manual_seed(0)  # whatever ran before
     yield
     torch.set_default_dtype(torch.float32)
@@ -125,6 +123,6 @@ def probe_once() -> Any:
 
 @pytest.fixture
 def remembered_probes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A backend is probed once for each Spec, not for every model that a test builds."""
-    # By its name in sys.modules: attention.select is the function.
+    """A backend is probed once for each Spec."""
+    # attention.select is the function.
     monkeypatch.setattr(sys.modules["attention.select"], "probe", probe_once())

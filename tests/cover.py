@@ -1,4 +1,4 @@
-"""README's picture: attention of a trained model, and a record's speed, MFU and memory, as SVG.
+"""README's picture, as SVG: attention of a model, and a record's speed, MFU and memory.
 
     make train
     python explain.py --prompt="To be, or not to be" --json=numbers.json
@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script
 from core.settings import UserError, exit_on_user_error
 from viewer.document import Document, unpack
 
-HEADS = 4  # shown: of each layer the one with the sharpest rows
+HEADS = 4
 CELL = 7  # pixels
 LEFT, TOP = 34, 58  # of the first map
 NAMES = {"nanogpt": "nanoGPT"}
@@ -50,7 +50,6 @@ def text(x: float, y: float, words: str, kind: str = "") -> str:
 
 
 def maps(document: Document) -> list[str]:
-    """One head of each layer: query i down, key j to the right, darker for a larger weight."""
     found, labels = document["maps"], [token["label"] for token in document["about"]["tokens"]]
     T, weights = len(labels), unpack(found["weights"]) / found["levels"]  # (L, H, T (T + 1) / 2)
     lines = []
@@ -70,7 +69,6 @@ def maps(document: Document) -> list[str]:
 
 
 def bars(record: dict[str, Any], x0: float) -> list[str]:
-    """MFU, speed and memory of every measured row."""
     rows = [row for row in record["rows"] if row["status"] == "ok"]
     lines, y = [], TOP
     for title, key, unit, shown in CHARTS:

@@ -1,8 +1,8 @@
-"""Tiny models of `transformers` with each kernel, compared with their eager attention in float64.
+"""Tiny models of `transformers` with each kernel, against their eager attention in float64.
 
-    python tests/hf_table.py      runs them all and writes the table of docs/HF.md
+    python tests/hf_table.py      writes the table of docs/HF.md
 
-The models have random weights, large enough that windows, softcaps and sinks matter.
+Random weights are so large that windows, softcaps and sinks matter.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ MODELS: dict[str, Json] = {  # model_type -> config
 
 
 def build(name: str, implementation: str, dtype: torch.dtype = torch.float32, **other: Any) -> Any:
-    """Return a model in evaluation mode. Its weights depend on the name only."""
+    """In evaluation mode; the weights depend on the name only."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(name, **MODELS.get(name, {}) | other)
@@ -83,7 +83,6 @@ def build(name: str, implementation: str, dtype: torch.dtype = torch.float32, **
 
 
 def batch(case: str) -> tuple[Tensor, Tensor]:
-    """Token ids and their attention mask (0: padding), both (2, T) int64."""
     ids = torch.randint(3, 61, (2, T), generator=torch.Generator().manual_seed(1))
     seen = torch.ones_like(ids)
     if case == "right-padded":
@@ -94,7 +93,7 @@ def batch(case: str) -> tuple[Tensor, Tensor]:
 
 
 def run(model: Any, case: str) -> dict[str, Tensor]:
-    """Return the logits of all tokens but padding; in training the gradients of all weights."""
+    """Logits of all tokens but padding; in training the gradients."""
     ids, seen = batch(case)
     if case in CACHED:
         with torch.no_grad():
@@ -124,8 +123,8 @@ def run(model: Any, case: str) -> dict[str, Tensor]:
 
 @contextmanager
 def finite_masks() -> Iterator[None]:
-    """In float64 the minimum of eager attention's mask becomes -inf in a float32 softmax, and
-    padding gives NaN: here it is the minimum of float32."""
+    """In float64 the minimum of eager attention's mask becomes -inf in a float32 softmax, NaN for
+    padding: take float32's."""
     from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
     def finite(**asked: Any) -> Tensor | None:
@@ -139,13 +138,11 @@ def finite_masks() -> Iterator[None]:
 
 @cache
 def eager(name: str, case: str, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The result of transformers' eager attention."""
     with finite_masks():
         return run(build(name, "eager", dtype), case)
 
 
 def check(name: str, case: str, got: dict[str, Tensor]) -> None:
-    """Compare with eager attention."""
     plain, truth = eager(name, case, torch.float32), eager(name, case, torch.float64)
     assert got.keys() == truth.keys(), got.keys() ^ truth.keys()
     largest = max(float(t.abs().max()) for n, t in truth.items() if n != "tokens")
@@ -162,8 +159,7 @@ def check(name: str, case: str, got: dict[str, Tensor]) -> None:
 def cell(name: str, backend: str, case: str) -> str:
     """Run one model; return "" if this kernel ran in every layer and is right, else the refusal.
 
-    Raises:
-        AssertionError: a wrong number, another kernel, or a refusal that no Caps declare.
+    Raises AssertionError: a wrong number, another kernel, or a refusal that no Caps declare.
     """
     hf.register([backend], Policy(fallback=False))
     model = build(name, hf.implementation(backend))
@@ -192,10 +188,10 @@ def declared_refusal(name: str, backend: str, case: str) -> bool:
 
 
 def table() -> str:
-    """Return the table: models with the same cells share a row; refusals are notes."""
+    """Models with the same cells share a row; refusals are notes."""
     lines = ["| model | " + " | ".join(CASES) + " |", "|---" * (len(CASES) + 1) + "|"]
     notes: dict[str, int] = {}
-    rows: dict[str, list[str]] = {}  # cells -> models
+    rows: dict[str, list[str]] = {}
     for name in MODELS:
         cells = []
         for case in CASES:

@@ -1,4 +1,4 @@
-"""Users' kernels: files that define BACKEND with the functions of a test; what a call stores."""
+"""Users' kernels for tests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def backend(attend: Callable[..., Tensor], fallback: str | None = "manual",
 
 
 def as_file(folder: Path, attend: Callable[..., Tensor], **options: Any) -> str:
-    """The path of a new kernel file that runs `attend`, under the name "mine"."""
+    """Write a kernel file named "mine" that runs `attend`."""
     number = next(_numbers)
     MADE[number], path = backend(attend, **options), folder / f"mine{number}.py"
     path.write_text(f"import kernels\nBACKEND = kernels.MADE[{number!r}]\n")
@@ -42,7 +42,7 @@ def wrong_beyond(n: int) -> Backend:
 
 
 class Recorder:
-    """A right kernel that notes the shape (B, Tq, Tk, H) of each call."""
+    """A right kernel that notes (B, Tq, Tk, H) of each call."""
 
     def __init__(self) -> None:
         self.shapes: list[tuple[int, int, int, int]] = []
@@ -54,8 +54,6 @@ class Recorder:
 
 
 class Largest(TorchDispatchMode):
-    """The most numbers in a tensor that is made."""
-
     numbers = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):

@@ -1,5 +1,4 @@
-"""The truth and the one tolerance of attention/proof.py, for tests that have tensors and no Spec;
-and random cases of it."""
+"""The truth and tolerance of attention/proof.py, without a Spec; random cases."""
 
 from __future__ import annotations
 
@@ -23,13 +22,12 @@ def _call(of: Any, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, options: Any) 
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **options: Any) -> Result:
-    """The truth in float64, on the CPU."""
+    """In float64, on the CPU."""
     with device("cpu"):
         return _call(proof.truth, q.cpu(), k.cpu(), v.cpu(), dout.cpu(), options)
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **options: Any) -> Result:
-    """Plain PyTorch in the inputs' dtype."""
     return _call(proof.plain, q, k, v, dout, options)
 
 
@@ -39,7 +37,7 @@ def check(got: Result, rough: Result, exact: Result, dtype: dtype) -> None:
 
 @st.composite
 def cases(draw: Any, longest: int = 70, layouts: tuple[str, ...] = ("contiguous",)) -> Case:
-    """Calls with any lengths, masks, heads and options of the contract."""
+    """Any lengths, masks, heads and options of the contract."""
     Hkv, group = draw(st.sampled_from([(2, 1), (1, 3), (2, 2)]))
     window, right = draw(Sides), draw(st.just(0) | Sides)
     Tq, Tk = draw(st.integers(1, longest)), draw(st.integers(1, longest))

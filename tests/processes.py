@@ -1,4 +1,4 @@
-"""N gloo processes on this machine that run one function, and what each of them returned."""
+"""Run one function in N gloo processes."""
 
 from __future__ import annotations
 
@@ -25,13 +25,11 @@ def free_port() -> int:
 def run(function: Callable[..., Any], n: int, *args: Any, timeout: float = 120) -> list[Any]:
     """[function(rank, n, *args) for each rank], each in a process of one gloo group.
 
-    Args:
-        function: of a module, so that a fresh process finds it; its result is pickled.
-
-    Raises AssertionError: with the traceback of a process that failed, or ended without a word, or
-    the ranks that were not done in `timeout` seconds.
+    function: of a module; its result is pickled.
+    Raises AssertionError: a process failed, or ended without a result, or took more than `timeout`
+    s.
     """
-    # Forked from one process that has imported what takes seconds, and started no threads.
+    # The server has imported what takes seconds, and started no threads.
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     with tempfile.TemporaryDirectory() as folder:
@@ -43,8 +41,8 @@ def run(function: Callable[..., Any], n: int, *args: Any, timeout: float = 120) 
             deadline = time.monotonic() + timeout
             while any(p.is_alive() for p in begun) and time.monotonic() < deadline:
                 ended = [(rank, p.exitcode) for rank, p in enumerate(begun) if p.exitcode]
-                # One that crashed with a result did so while gloo's own thread hung up; for one
-                # without a result the others may wait in vain.
+                # With a result, gloo's own thread crashed while hanging up; others may wait in vain
+                # for one without.
                 failed = [(_result(folder, r)[1], code) for r, code in ended
                           if not _result(folder, r)[0]]
                 assert not failed, "\n".join(f"{why}, exit code {code}" for why, code in failed)

@@ -1,8 +1,6 @@
-"""The Triton kernels compiled for GPUs that are not here.
+"""The Triton kernels compiled for other GPUs, by the ptxas of Triton's package.
 
-Triton and the ptxas in its package make machine code for any GPU on any machine:
-
-    python tests/ptxas.py           compiles every cell of a table in docs/SUPPORT.md, and writes it
+    python tests/ptxas.py           writes a table of docs/SUPPORT.md
     python tests/ptxas.py '[...]'   compiles cases given as JSON, and prints a line of JSON for each
 """
 
@@ -28,13 +26,13 @@ GPUS = {75: "T4", 80: "A100", 86: "RTX 3090", 89: "RTX 4090", 90: "H100", 100: "
         120: "RTX 5090"}
 SHAPES = (("half", 64), ("half", 128), ("fp32", 128))
 COLUMNS = {"forward": "forward", "dq": "dQ", "dkdv": "dK, dV", "decode": "paged decode"}
-# capability, dtype, head_dim, kernel, features ("window softcap"), and a tile in place of the one
-# that would run.
+# capability, dtype, head_dim, kernel, features ("window softcap"), tile (else the one that would
+# run).
 Case = tuple[Any, ...]
 
 
 def compiled(case: Case) -> dict[str, Any]:
-    """Compile a kernel; return its tile, registers of a thread, bytes that it spills, ..."""
+    """The tile, registers of a thread, spilled bytes, ..."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -85,8 +83,7 @@ def compiled(case: Case) -> dict[str, Any]:
 
 
 def assembled(ptx: str, capability: int) -> tuple[int, int]:
-    """Registers of a thread, and the bytes that it stores to and loads from memory for lack of
-    more, by Triton's ptxas."""
+    """Registers of a thread, and bytes spilled (stores and loads)."""
     from triton.backends.nvidia.compiler import get_ptxas
 
     tool = get_ptxas(capability).path
@@ -103,7 +100,6 @@ def assembled(ptx: str, capability: int) -> tuple[int, int]:
 
 
 def table(cell: Callable[[Case], str]) -> str:
-    """Return the table of docs/SUPPORT.md, a row for each GPU and shape of head."""
     head = ("compiled for", "KB a block", "dtype", "head_dim", *COLUMNS.values())
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for capability, gpu in GPUS.items():
@@ -116,7 +112,6 @@ def table(cell: Callable[[Case], str]) -> str:
 
 
 def tile_of(case: Case) -> tuple[int, int, int, int]:
-    """Return rows, columns, warps and stages of what would run."""
     from attention.triton import flash_kernels as flash
     from attention.triton import paged_kernels as paged
 
@@ -134,7 +129,6 @@ def words_of(tile: tuple[int, int, int, int]) -> str:
 
 
 def text_of(got: dict[str, Any]) -> str:
-    """Return a tile, its registers and shared memory, and what it spills, if anything."""
     spills = f", spills {got['spilled']} B" if got["spilled"] else ""
     used = f"{got['registers']} registers, {got['shared'] / 1024:.0f} KB{spills}"
     return f"{words_of(got['tile'])}: {used}"

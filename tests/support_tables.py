@@ -18,8 +18,7 @@ from attention.spec import DTYPES, Machine, Spec
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# What has been tried of a backend, by device; the legend is in docs/SUPPORT.md. The tests run the
-# rest of the rows for a CPU.
+# Tried on a device; legend in docs/SUPPORT.md. The tests run the rest of the CPU's rows.
 COMPILED = "compiled, interpreted"  # tests/ptxas.py, and conftest.py's interpreter
 # On an H100 with torch 2.11 (docs/LOG.md, 2026-11-26 and 2026-11-28).
 ON_H100 = (
@@ -37,7 +36,6 @@ SCORES = ("scale", "softcap", "sinks", "alibi")
 
 
 def overview() -> str:
-    """Return the table of the README: a row for each backend."""
     lines = ["| name | runs on | what |", "|---|---|---|"]
     for backend in BACKENDS.values():
         spread = dict.fromkeys(d for caps in backend.caps for d in caps.devices)
@@ -48,7 +46,6 @@ def overview() -> str:
 
 
 def limits(rows: Sequence[Caps]) -> list[str]:
-    """Return what the table of the README says besides: the use that a backend lacks."""
     found = []
     if not any(caps.grad for caps in rows):
         found.append("inference only")
@@ -61,7 +58,7 @@ def limits(rows: Sequence[Caps]) -> list[str]:
 
 
 def auto_order() -> str:
-    """Return the table of docs/ATTENTION.md: what auto takes, in order, if all can run."""
+    """docs/ATTENTION.md: auto's order, if all can run."""
     packages = {"flash_attn": "2.8.3", "flash_attn_interface": "3.0.0", "triton": "3.7.1",
                 "flash_attn.cute": "4.0.0b36"}  # fmt: skip
     base = {"torch": "2.13.0", "cuda": "13.0", "packages": packages}
@@ -86,7 +83,7 @@ def auto_order() -> str:
 
 
 def first_of(spec: Spec, machine: Machine, most: int = 3) -> str:
-    """Return the first backends that auto takes, each if those before it cannot run."""
+    """The first of auto's order, each if those before it cannot run."""
     found: list[str] = []
     before = os.environ.pop(DISABLE, None)
     try:
@@ -101,7 +98,6 @@ def first_of(spec: Spec, machine: Machine, most: int = 3) -> str:
 
 
 def place(device: str, rows: list[Caps]) -> str:
-    """Return a device with the range of its compute capabilities."""
     lows = [caps.min_capability for caps in rows if caps.min_capability]
     highs = [caps.max_capability for caps in rows if caps.max_capability]
     if lows and len(highs) == len(rows):
@@ -113,7 +109,6 @@ def place(device: str, rows: list[Caps]) -> str:
 
 
 def table() -> str:
-    """Return the table of docs/SUPPORT.md: a row for each row of Caps."""
     rows = [
         {"name": f"`{backend.name}`", **abilities(caps), "tried": tried(backend.name, caps)}
         for backend in BACKENDS.values()
@@ -124,7 +119,7 @@ def table() -> str:
 
 
 def tried(name: str, caps: Caps) -> str:
-    """Return what has been tried of a row, for each device where the row has several."""
+    """By device where the row has several."""
     usual = {"cpu": "ran"}
     found = {d: TRIED.get((name, d), usual.get(d, "not tried")) for d in caps.devices}
     newer = version(caps.min_torch or "0") > (2, 11)
@@ -140,7 +135,6 @@ def tried(name: str, caps: Caps) -> str:
 
 
 def abilities(caps: Caps) -> dict[str, str]:
-    """Return column title -> cell."""
     yes = {True: "yes", False: "-"}
     multiple = f", multiple of {caps.head_dim_multiple}" if caps.head_dim_multiple > 1 else ""
     step, unordered = caps.dropout_step, caps.grad and not caps.deterministic
@@ -170,7 +164,6 @@ def write() -> None:
 
 
 def put(page: Path, made: str) -> None:
-    """Replace the table with the same head in a page."""
     head = re.escape(made.partition("\n")[0])
     before, _, after = re.split(rf"^({head}(?:\n\|.*)*)", page.read_text("utf-8"), maxsplit=1,
                                 flags=re.M)

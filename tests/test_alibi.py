@@ -1,5 +1,5 @@
-"""ALiBi in the model: the paper's slopes, explain.py, exports. Its numbers: test_attention.py and
-test_numbers.py; in models with caches and graphs: the shape "alibi" of test_model.py."""
+"""ALiBi in the model: slopes, explain.py, exports. Its numbers are in test_attention.py,
+test_numbers.py and test_model.py."""
 
 from __future__ import annotations
 
@@ -50,7 +50,6 @@ def test_a_model_has_no_positions_but_in_its_scores() -> None:
 
 
 def test_the_maps_of_explain_are_of_its_scores() -> None:
-    """Weights times v are what the kernel gave, and the softmax of the tiles' scores."""
     model, x = build(attention_backend="sdpa"), torch.arange(20)[None]
     with watched(model) as calls, torch.no_grad():
         model.hidden(x)

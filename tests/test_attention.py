@@ -1,11 +1,10 @@
-"""The matrix, backend x case x dtype: the questions of `python -m attention check` in numbers, and
-a refusal for all that a backend does not declare. The truth itself against loops.
+"""Backend x case x dtype, and refusals of all that a backend does not declare; the truth against
+loops.
 
-Backends come from the registry, so a new kernel is tested without an edit here. CUDA tests carry
-the marker `gpu`; without a GPU they skip, or fail for the backends that REQUIRE_BACKENDS (names
-separated by commas) lists. On the CPU `make test` takes those of `check --quick`, `make test-all`
-each; but flex compiles and Triton interprets for seconds a case: of theirs CI runs those named
-here, and `make test-all` those that a hash takes.
+Backends come from the registry. CUDA tests have the marker `gpu`; without a GPU they skip, or fail
+for backends in REQUIRE_BACKENDS (separated by commas). `make test` takes the cases of `check
+--quick`, `make test-all` all; of flex and Triton, which take seconds, CI runs those named here, and
+`make test-all` a share by hash.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ SLOW = {"flex": (FLEX, 0, 40), "triton": (TRITON, 9, 10)}  # CI's, the fast of t
 
 
 def tier(name: str, item: Item) -> str:
-    """Where a case runs on the CPU: "fast", "ci", "slow" or only in `attention check`."""
+    """"fast", "ci", "slow" or only in `attention check`."""
     in_float32 = item.spec.dtype == "float32"
     if name not in SLOW:
         chosen = QUICK if in_float32 else FEW if item.spec.dtype == "bfloat16" else ()
@@ -89,7 +88,7 @@ def refuses(name: str, item: Item, device: str) -> bool:
 def grid() -> Iterator[Any]:
     """(backend, device, item) of what a backend declares."""
     for device in ("cpu", "cuda") if HAS_CUDA else ("cpu",):
-        for item, name in itertools.product(ITEMS, BACKENDS):  # the oracle runs once for all
+        for item, name in itertools.product(ITEMS, BACKENDS):
             where = "gpu" if device == "cuda" else tier(name, item)
             if where and not refuses(name, item, device):
                 id_ = f"{name}-{device}-{item.name}-{item.spec.dtype}"
@@ -97,7 +96,7 @@ def grid() -> Iterator[Any]:
 
 
 def need(device: str, name: str) -> Machine:
-    """The machine; where the device is missing the test skips, or fails if `name` is required."""
+    """If the device is missing, skip; fail if `name` is required."""
     if device == "cuda" and not HAS_CUDA:
         (pytest.fail if name in REQUIRED else pytest.skip)(f"no CUDA device for {name}")
     return machine(device)
@@ -112,7 +111,6 @@ def test_right(name: str, device: str, item: Item) -> None:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", BACKENDS)
 def test_what_is_refused(name: str, device: str) -> None:
-    """By name it is an error with every reason; with fallback another kernel runs."""
     here, asked = need(device, name), set()
     for item in (i for i in ITEMS if i.name in QUICK and refuses(name, i, device)):
         there = replace(here, deterministic=item.deterministic)
@@ -130,7 +128,7 @@ def test_what_is_refused(name: str, device: str) -> None:
 
 @pytest.mark.parametrize("name", ["manual", "tiled", "sdpa", "sdpa_flash", "sdpa_math"])
 def test_these_refuse_nothing_on_the_cpu(name: str) -> None:
-    """Without this, a backend whose caps refuse everything would pass the matrix."""
+    """Else caps that refuse everything would pass the matrix."""
     every = name in ("manual", "tiled")
     cases = [c for c in CASES if every or not (c.softcap or c.sinks)]
     specs = [case.spec(dtype) for case in cases for dtype in DTYPES]
@@ -177,7 +175,7 @@ def test_on_cuda_the_kernel_that_was_named_runs(name, dtype, window) -> None:
 @pytest.mark.parametrize("name", ["sdpa_cudnn", "sdpa_efficient"])
 @pytest.mark.parametrize("Tk", [8, 5, 11])
 def test_a_pinned_kernel_that_cannot_run_raises_and_nothing_else_runs(name, Tk) -> None:
-    """Where there are more queries than keys, too."""
+    """Also with more queries than keys."""
     q, k = torch.randn(1, 8, 2, 16), torch.randn(1, Tk, 2, 16)
     with pytest.raises(RuntimeError, match=r"No (available kernel|viable backend)"):
         BACKENDS[name].attend(q, k, k, Spec(2, 2, 16, "float32"))
@@ -212,8 +210,8 @@ def test_visible_against_a_table_by_hand() -> None:
 
 
 def formula(given: Inputs, spec: Spec, rows: list[int]) -> list[Tensor]:
-    """out of `rows` and the gradients of q, k, v and sinks that flow from them: spec.py's formula,
-    a head and a query at a time, by autograd."""
+    """`out` of `rows` and gradients of q, k, v and sinks: spec.py's formula, a head and a query at
+    a time."""
     leaves = [t.clone().requires_grad_() for t in (*given[:3], given.sinks) if t is not None]
     (q, k, v), found = leaves[:3], []
     for b, i, h in itertools.product(range(len(q)), rows, range(spec.n_head)):
@@ -237,8 +235,7 @@ def formula(given: Inputs, spec: Spec, rows: list[int]) -> list[Tensor]:
 @settings(max_examples=60, deadline=None)
 @given(oracle.cases(longest=9))
 def test_the_truth_and_plain_pytorch_are_the_formula(case: Case) -> None:
-    """The error of plain PyTorch sets the tolerance, so a wrong one would hide errors. The truth
-    also of some queries."""
+    """Plain PyTorch's error sets the tolerance."""
     inputs, spec = matrix.inputs(case, "float64"), case.spec("float64")
     every, some = list(range(case.Tq)), list(range(0, case.Tq, 2))
     exact = matrix.truth(case, "float64")
@@ -260,7 +257,7 @@ def test_the_truth_ignores_nan_in_keys_that_nothing_sees() -> None:
 
 
 def test_the_tolerance_refuses_nan_wrong_shapes_and_errors() -> None:
-    """Twice the limit of the policy of docs/KERNEL.md is refused, half of it is not."""
+    """Twice the limit of docs/KERNEL.md fails, half of it passes."""
     (case,) = matrix.cases("97")
     exact, plain = matrix.truth(case, "bfloat16"), matrix.plain(case, "bfloat16")
     matrix.agree(plain, plain, exact, "bfloat16")

@@ -23,7 +23,6 @@ def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 def test_every_backend_is_in_the_table_with_its_time_or_its_reason(capsys, monkeypatch) -> None:
-    """Also while decoding from a cache."""
     few = {n: BACKENDS[n] for n in ("manual", "tiled", "paged", "sdpa_cudnn")}
     monkeypatch.setattr("attention.__main__.BACKENDS", few)
     able, unable = said(capsys, *SMALL, "--window=4", "--segments").split("does not run")

@@ -1,7 +1,4 @@
-"""bench_mfu.py: every mode on the CPU with small sizes, and its options.
-
-No time is asserted: only what was measured, in which order, and what is made of it.
-"""
+"""bench_mfu.py: every mode on the CPU with small sizes. No time is asserted."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ from core.settings import UserError
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str, Path]:
-    """A run of the mode train, with a record, a rival and a refused backend."""
+    """mode train, with a record, a rival and a refused backend."""
     folder = tmp_path_factory.mktemp("train")
     argv = [*small("train"), "--backends=eager,sdpa,sdpa_cudnn", rival(folder), "--record=tiny",
             f"--records_dir={folder}", "--json"]
@@ -85,7 +82,7 @@ def test_a_record_is_complete_and_a_second_leaves_it(trained):
 
 
 def test_kernel_times_attention_alone_at_every_point(tmp_path):
-    """One of the kernels is wrong by a percent, but in no short text: its error is shown."""
+    """One kernel is wrong by a percent in long texts."""
     wrong = kernel(tmp_path, "wrong", "out = out * (1.01 if T == 700 else 1)")
     content = measured(*small("kernel"), f"--backends=manual,sdpa,{wrong}", "--lengths=16,700",
                        "--batch_sizes=1,2")
@@ -109,7 +106,7 @@ def test_kernel_times_attention_alone_at_every_point(tmp_path):
     (["--weights=int8"], 4, 1),
 ])
 def test_decode_runs_over_batches_prompts_and_caches(more, size, of_products):
-    """A key head to two query heads; the matrices and the head, but no embedding, are int8."""
+    """Two query heads a key head; matrices and head in int8."""
     argv = [*small("decode"), "--backends=sdpa", "--new_tokens=4", "--n_kv_head=1"]
     content = measured(*argv, *more, "--batch_sizes=1,2", "--prompts=5", "--kv_caches=none,dynamic")
     kinds = 4 if "regex" in more[0] else 1
@@ -142,7 +139,6 @@ def test_decode_has_rows_for_the_rivals_where_they_have_such_a_cache(tmp_path):
     assert len(at) == 6 and lacking == {("nanogpt", "static"), ("hf_sdpa", "none")}
     row = at["nanogpt", "none"]
     assert len(row["rounds"]) == 2 and row["first_ms"] > 0 and row["cache_bytes"] == 0
-    # its weights without the positions, and keys and values as ours would be
     size = 4 * 64 * 32 + 2 * (5 + 3 / 2) * 2 * 2 * 32 * 4
     assert row["mbu"] == pytest.approx(size / (row["ms"] / 1e3) / 8e9)
     # the last token is drawn, but never read: keys and values of one less
@@ -175,7 +171,7 @@ def converging(folder: Path, *more: str) -> tuple[int, dict[str, dict[str, Any]]
 
 
 def test_a_training_that_ends_elsewhere_fails(tmp_path):
-    """Its kernel is right for two sequences, as in its proof, but not for four."""
+    """Right for two sequences, as in its proof, wrong for four."""
     wrong = kernel(tmp_path, "wrong", "out = out * (9 if B > 2 else 1)")
     code, rows, content = converging(tmp_path, f"--backends=sdpa,{wrong}")
     verdicts = {name: r["verdict"] for name, r in rows.items()}
@@ -204,7 +200,7 @@ def test_training_paths_beside_a_plain_one_with_seeds(tmp_path):
     assert table["bfloat16"]["losses"] != half
     noise, plain = statistics.stdev(table["plain"]["final_losses"]), table.pop("plain")
     assert plain["verdict"] == "baseline" and table["float32"]["verdict"] == "ok"
-    for row in table.values():  # by the seeds, not by --tolerance
+    for row in table.values():
         assert row["seed_noise"] == pytest.approx(noise) and len(row["rounds"]) == 20
         assert row["final_loss"] == pytest.approx(sum(row["final_losses"]) / 2)
         far = abs(row["final_loss"] - plain["final_loss"]) > noise
@@ -227,8 +223,7 @@ def test_all_backends_agree_or_say_why_they_are_left_out():
 
 @pytest.mark.slow
 def test_a_point_for_which_memory_does_not_do(tmp_path, monkeypatch):
-    """From a folder with modules of the same names. manual's scores of 9000 tokens take 0.65 GB a
-    tensor; sdpa holds none."""
+    """manual's scores of 9000 tokens take 0.65 GB. The folder has modules of the same names."""
     (tmp_path / "bench").mkdir()
     for name in ("train.py", "model.py", "bench/__init__.py", "bench/workers.py"):
         (tmp_path / name).write_text("raise SystemExit('another module')\n", encoding="utf-8")

@@ -59,7 +59,7 @@ def test_a_head_that_is_tied_counts_though_its_weights_are_looked_up_too(tied):
 
 
 def test_what_a_backend_refuses_is_a_row_that_says_so(tmp_path):
-    """Gemma 2 caps its scores, has a scale of its own, and a window in every second layer."""
+    """Gemma 2 has softcap, its own scale, and a window in every second layer."""
     model = folder(tmp_path, "gemma2", sliding_window=8)
     content = measured(*small("train"), model, "--backends=manual,sdpa")
     rows = by_backend(content)

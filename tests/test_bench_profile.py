@@ -1,4 +1,4 @@
-"""bench_mfu.py train --profile: the kernels of the step that runs, beside their rooflines."""
+"""bench_mfu.py train --profile: kernels and their rooflines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ H200, PEAK = 4.8e12, 989.4
 
 
 def test_a_step_of_gpt2_on_an_h200():
-    """By hand; the FLOPs are those of MFU (the next test)."""
+    """By hand."""
     works = work(GPT2, 64, 1, "bfloat16", clip=True)
     N, C, L, P = 65536, 768, 12, 123_587_328 + 1024 * 768
     assert works["attention"].bytes == 2 * N * L * 12 * C
@@ -32,7 +32,7 @@ def test_a_step_of_gpt2_on_an_h200():
 
 @pytest.mark.parametrize("kv_head, window", [(None, None), (2, None), (4, 3)])
 def test_the_flops_of_the_parts_are_those_of_mfu(kv_head, window):
-    """but for norm gains, which MFU counts, and QK^T once more, which it does not."""
+    """MFU counts norm gains, but not QK^T once more."""
     config = GPTConfig(16, 77, 3, 4, 32, kv_head, bias=False, attention_window=window)
     works = work(config, 5, 1, "float32", clip=False)
     model = works["linear"].flops + works["head and loss"].flops
@@ -44,7 +44,7 @@ def test_the_flops_of_the_parts_are_those_of_mfu(kv_head, window):
 @pytest.mark.parametrize("more", [
     (), pytest.param(("--compile=True", "--rounds=1"), marks=pytest.mark.slow)])
 def test_a_profile_is_of_the_step_that_runs(more):
-    """Of all its micro-batches, and if it is compiled of Inductor's kernels."""
+    """All micro-batches; compiled: Inductor's kernels."""
     code, out = run([*small("train"), "--backends=sdpa", "--gradient_accumulation_steps=3",
                      "--profile", "--bandwidth_gbs=8", "--json", *more])
     row = json.loads(out.splitlines()[-1])["rows"][0]
@@ -67,4 +67,4 @@ def test_a_profile_is_of_the_step_that_runs(more):
     shown = [[cell.strip(" |") for cell in line] for line in table[head + 2 :]]
     assert {line[0] for line in shown} >= {*found["classes"], "the step"}
     assert all(len(line) == 6 for line in shown)
-    assert max(len(cell) for line in shown for cell in line) < 80  # no sentence in a cell
+    assert max(len(cell) for line in shown for cell in line) < 80

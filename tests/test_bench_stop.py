@@ -21,20 +21,20 @@ REAL = "if B > 2: "  # not in its proof
 
 
 def calls(folder: Path) -> list[tuple[str, str]]:
-    """The kernels and processes of the calls, without those that follow one of the same."""
+    """Kernels and processes of the calls, without repeats."""
     lines = (folder / "log.txt").read_text(encoding="utf-8").splitlines()
     found = [(name, pid) for name, pid in map(str.split, lines)]
     return [call for before, call in zip([("", ""), *found], found) if before != call]
 
 
 def signalled(folder: Path, number: signal.Signals, calls: int = 1) -> str:
-    """A kernel's code that sends the bench a signal once, in one of its calls."""
+    """Code that sends the bench a signal in one call."""
     log = f"Path({str(folder / 'log.txt')!r}).read_text().count('stops')"
     return REAL + f"{log} == {calls} and os.kill({os.getpid()}, {number:d})"
 
 
 def test_a_failure_is_a_row_and_ends_nothing_else(tmp_path: Path) -> None:
-    """At 8 tokens; with 16 a new process goes on. Rounds are interleaved: A B C A B C."""
+    """With 16 tokens a new process goes on. Rounds are interleaved."""
     at_8 = "if B > 2 and T == 8: "
     does = {
         "exits": at_8 + "os.write(2, b'bad address\\n'); os._exit(3)",
@@ -85,7 +85,7 @@ def test_processes_that_do_not_fit_together_are_new_in_each_round(tmp_path: Path
 def test_what_has_no_time_left_is_named_with_the_time_it_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The clock jumps to the end of the time while the first kernel is measured."""
+    """The clock jumps to the end while the first kernel is measured."""
     real, over = time.monotonic, tmp_path / "over"
     monkeypatch.setattr(time, "monotonic", lambda: real() + 599.9 * over.exists())
     first = kernel(tmp_path, "first", REAL + f"Path({str(over)!r}).touch()")
@@ -100,7 +100,6 @@ def test_what_has_no_time_left_is_named_with_the_time_it_takes(
 def test_a_run_that_is_stopped_leaves_table_and_record(
     tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
-    """While the second kernel warms up."""
     before = signal.getsignal(number)
     stops = kernel(tmp_path, "stops", signalled(tmp_path, number))
     ended, out = run([*small("train"), f"--backends=manual,{stops},sdpa", "--json",
@@ -132,7 +131,7 @@ def test_a_training_that_was_cut_short_is_not_judged(tmp_path: Path) -> None:
 
 
 def command(*argv: str) -> subprocess.Popen[str]:
-    """A program that was started in the background ignores SIGINT."""
+    """A background program ignores SIGINT."""
     return subprocess.Popen(
         [sys.executable, "bench_mfu.py", *argv], cwd=ROOT, text=True, start_new_session=True,
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
@@ -140,7 +139,7 @@ def command(*argv: str) -> subprocess.Popen[str]:
 
 
 def lives(pid: int) -> bool:
-    """Return False for a zombie too."""
+    """False for a zombie."""
     found = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True)
     return bool(found.stdout.strip()) and "Z" not in found.stdout
 
@@ -157,7 +156,6 @@ def wait_for(what: Callable[[], Any], seconds: float = 120.0) -> Any:
 def test_no_child_survives_its_bench_and_its_rounds_are_kept(
     tmp_path: Path, how: signal.Signals
 ) -> None:
-    """kill -9, or Ctrl-C, which a terminal sends to the whole process group."""
     note, pids = tmp_path / "pids", []
     hangs = f"""if B > 2 and list(Path({str(tmp_path)!r}).glob("*_k/record.json")):
         import subprocess
@@ -187,7 +185,7 @@ def test_no_child_survives_its_bench_and_its_rounds_are_kept(
 def test_ctrl_c_while_the_first_process_starts_is_one_line() -> None:
     with command(*small("train"), "--backends=sdpa") as bench:
         assert bench.stderr and next(line for line in bench.stderr if "vocabulary" in line)
-        time.sleep(2)  # it imports torch
+        time.sleep(2)
         os.killpg(bench.pid, signal.SIGINT)
         assert "Traceback" not in bench.stderr.read()
     assert bench.returncode == 130

@@ -28,8 +28,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 )
 @settings(max_examples=60, deadline=None)
 def test_a_static_cache_holds_what_each_rows_tokens_see(steps, window) -> None:
-    """Attention over it against attention over all tokens, in steps of 0 to 7 tokens of each row
-    and 0 to 2 columns of padding, whose numbers are huge."""
+    """Steps of 0 to 7 tokens of each row and 0 to 2 columns of huge padding."""
     cache = StaticCache(1, 2, 100, 1, 4, windows=[window])
     assert cache.nbytes <= 2 * 2 * ((window or 100) + 1) * 16
     spec, rows = Spec(1, 1, 4, "float32", window=window, grad=False), [random(0, 1, 4)] * 2
@@ -59,7 +58,7 @@ def test_a_static_cache_holds_what_each_rows_tokens_see(steps, window) -> None:
 
 
 class RandomLoad(RuleBasedStateMachine):
-    """The memory of a token holds all tokens up to it: each sequence must read its own."""
+    """A token's memory holds all tokens up to it."""
 
     @initialize(
         n_pages=st.dictionaries(
@@ -89,7 +88,7 @@ class RandomLoad(RuleBasedStateMachine):
     @precondition(lambda self: self.tokens)
     @rule(data=st.data(), fails=st.booleans())
     def step(self, data: st.DataObject, fails: bool) -> None:
-        """Of some sequences a few tokens: of the prompt first. A step that fails is repeated."""
+        """A few tokens of some sequences, the prompt first. A failed step is repeated."""
         pool, size, new = self.pool, self.pool.page_size, {}
         for seq in self.some(data):
             more = data.draw(st.lists(st.integers(0, 1), max_size=6))
@@ -159,7 +158,7 @@ class RandomLoad(RuleBasedStateMachine):
         for seq in self.tokens:
             self.pool.free(seq)
         assert not any(map(self.pool.n_used, self.pool.n_pages))
-        everything = self.pool.new()  # all pages can be taken again
+        everything = self.pool.new()
         n = min(self.pool.n_pages.values()) - 1
         self.pool.grow({everything: n * self.pool.page_size})
         assert all(len({*self.pool.pages(everything, window)}) == n for window in self.pool.n_pages)
@@ -172,8 +171,7 @@ def test_the_pool_under_random_load() -> None:
 
 
 def test_a_window_shares_the_pages_that_it_sees() -> None:
-    """Page 0 of the prompt was freed in the layers with a window: a longer prefix is shared still,
-    a shorter one is not once its pages were used again."""
+    """Page 0 was freed in the layers with a window: a longer prefix is still shared."""
     pool, prompt = PagePool({None: 20, 5: 6}, 4), list(range(100, 112))
 
     def write(seq: int, n: int) -> None:

@@ -24,8 +24,7 @@ RAND = "torch.rand(shape, device=q.device)"
 BACK = "\n        spec, H, dtype = ctx.spec,"  # the backward pass begins
 HEADS = "t.repeat_interleave(H // t.shape[2], dim=2)"
 PRODUCT = '"bihd,bjhd->bhij", q, k[:, at])'
-# What is changed, the row of the report that must name it, and a word of the mistake's name, if
-# `check` gives it one.
+# The change, the row that must name it, and a word of the mistake's name, if any.
 BUGS: dict[str, tuple[str, ...]] = {
     "mask off by one: sees the next token": (SEE, SEE[:-1] + " + 1,", "causal", "too many"),
     "causal, but aligned top-left": (SEE, "visible(i, seen_at, 0,", "lengths", "top-left"),
@@ -103,7 +102,7 @@ BUGS: dict[str, tuple[str, ...]] = {
 
 
 def planted(bug: str, folder: Path) -> tuple[Path, str]:
-    """The kernel with that bug, and the row that shows it."""
+    """The kernel with that bug, and its row."""
     old, new, row, *_ = BUGS[bug]
     text = HONEST.read_text(encoding="utf-8")
     assert text.count(old) == 1, f"{old!r} is there {text.count(old)} times"
@@ -113,7 +112,6 @@ def planted(bug: str, folder: Path) -> tuple[Path, str]:
 
 
 def ask(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str]:
-    """The exit code of python -m attention check, and its output."""
     code = check.main([str(word) for word in words])
     return code, capsys.readouterr().out
 
@@ -137,7 +135,7 @@ FAST = 3  # bugs of the fast tests
     pytest.param(bug, marks=[pytest.mark.slow] if n >= FAST else []) for n, bug in enumerate(BUGS)
 ])
 def test_a_planted_bug_is_found_and_named(bug: str, tmp_path: Path, capsys) -> None:
-    """The first failure names the property that is broken: with a wrong mask not the heads."""
+    """The first failure names the broken property."""
     path, row = planted(bug, tmp_path)
     words = [path, "--quick", "--dtype=float32", "--device=cpu", "--json", "--first"]
     code, said = ask(capsys, *words)
@@ -147,7 +145,7 @@ def test_a_planted_bug_is_found_and_named(bug: str, tmp_path: Path, capsys) -> N
     assert row in failed, report["failures"]
     assert ("grouped heads" in failed) == (row == "grouped heads")
     said = " ".join(report["mistake"])
-    if row == "dropout":  # a property names its mistake itself
+    if row == "dropout":
         said = report["failures"][0]["why"]
     assert all(word in said for word in BUGS[bug][3:])
     assert row == "dropout" or ("The mistake" in said) == (len(BUGS[bug]) > 3)
@@ -170,7 +168,7 @@ def test_the_script_of_a_case_prints_both_results_anywhere(bug, tmp_path: Path, 
 
 
 def wrapped(folder: Path, caps: str, line: str = "") -> Path:
-    """A kernel that is manual's after that line."""
+    """manual's kernel after that line."""
     path = folder / "wrapped.py"
     path.write_text(
         "from nanoattn import Backend, Caps, get\n"
@@ -219,7 +217,7 @@ def test_what_a_kernel_raises_and_what_it_refuses(tmp_path: Path, capsys) -> Non
 
 
 def test_a_leak_within_the_tolerance_is_found(tmp_path: Path, capsys) -> None:
-    """A few roundings that depend on the last value: only the question of causality fails."""
+    """Only causality fails."""
     path = wrapped(tmp_path, "dtypes=('float32',)", "return get('manual').compute("
                    "q, k, v, spec, **more) * (1 + 4e-7 * v[:, -1:].detach().mean())")
     for test, code in (("33", 1), ("33-gqa", 1), ("97", 0), ("packed", 0)):
@@ -241,7 +239,7 @@ def test_the_warning_of_a_rejected_file_names_the_command(tmp_path: Path) -> Non
 
 
 def test_a_quick_check_ends_in_time(monkeypatch) -> None:
-    """By a clock on which each look takes ten seconds: some tests of each dtype, then no more."""
+    """Each look at the clock takes ten seconds."""
     clock = itertools.count(0, 10)
     monkeypatch.setattr(check.time, "monotonic", lambda: next(clock))
     report = check.check("manual", ["cpu"], quick=True)

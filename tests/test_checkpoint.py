@@ -29,7 +29,7 @@ FILES = ("model.safetensors", "optimizer.pt", "settings.json", "train_state.json
 
 
 def save(out: Path, step: int, *, keep: int = 2, fill: float | None = None, **state: Any) -> Path:
-    """A checkpoint of TINY filled with one number, by default the step."""
+    """TINY filled with one number, by default the step."""
     value = float(step if fill is None else fill)
     weights = {k: torch.full_like(v, value) for k, v in GPT(TINY).state_dict().items()}
     return checkpoint.save(
@@ -43,7 +43,7 @@ def save(out: Path, step: int, *, keep: int = 2, fill: float | None = None, **st
 
 
 def value(folder: Path) -> float:
-    """The number that save() filled it with; fails if the files differ."""
+    """The number of save(); fails if the files differ."""
     saved = checkpoint.load(folder)
     want = float(saved.state["value"])
     assert all(bool((p == want).all()) for p in saved.model().state_dict().values())
@@ -86,7 +86,7 @@ def test_a_round_trip_is_bit_for_bit(tmp_path):
 
 def test_it_keeps_the_best_and_the_last(tmp_path, caplog):
     for step, loss in enumerate((3.0, 0.0, 2.0, 2.5, None, 1.5), start=1):
-        save(tmp_path, step, val_loss=loss)  # 0 is a loss like any other
+        save(tmp_path, step, val_loss=loss)
     assert names(tmp_path) == ["step-00000002", "step-00000005", "step-00000006"]
     assert checkpoint.best_folder(tmp_path) == tmp_path / "step-00000002"
     for left in (".step-00000009.partial", ".step-00000001.deleted.partial", "step-5-notes"):
@@ -130,7 +130,7 @@ armed: list[tuple[list[str], int, Callable[[], None]]] = []
 
 
 def audit(event: str, args: tuple[Any, ...]) -> None:
-    """Python tells it of each operation on the disk, before it is done."""
+    """Python's audit hook of disk operations."""
     if armed and event in CHANGES:
         seen, n, stop = armed[-1]
         if event != "open" or args[2] & (os.O_WRONLY | os.O_RDWR):
@@ -141,7 +141,7 @@ def audit(event: str, args: tuple[Any, ...]) -> None:
 
 @contextlib.contextmanager
 def at_operation(n: int, stop: Callable[[], None]) -> Iterator[list[str]]:
-    """Call `stop` before the n-th operation on the disk; the (growing) list of their names."""
+    """Call `stop` before the n-th disk operation; yield the growing list of names."""
     if audit not in hooked:
         sys.addaudithook(audit)
         hooked.append(audit)
@@ -168,7 +168,7 @@ def crash() -> None:
 
 @pytest.mark.parametrize("losses", [[], [1.0, 5.0]])
 def test_a_crash_between_any_two_operations(losses, tmp_path):
-    """The new checkpoint or the old one is whole, the best stays, and a further save cleans up."""
+    """One is complete, the best stays, and a further save cleans up."""
     start, step, outcomes = tmp_path / "start", len(losses) + 1, set()
     start.mkdir()
     for s, loss in enumerate(losses, 1):
@@ -196,7 +196,7 @@ def test_a_crash_between_any_two_operations(losses, tmp_path):
 
 
 def test_the_advice_reads_each_checkpoint_once(tmp_path):
-    """Of 40 damaged ones, 2**40 reads would not end."""
+    """Else 40 damaged ones would be 2**40 reads."""
     save(tmp_path, 1)
     for step in range(2, 41):
         folder = shutil.copytree(tmp_path / "step-00000001", tmp_path / f"step-{step:08d}")
@@ -206,7 +206,6 @@ def test_the_advice_reads_each_checkpoint_once(tmp_path):
 
 
 def test_a_full_disk_keeps_the_old_checkpoint(tmp_path):
-    """Here by a limit of each file's size: of none, of the JSON, the weights, the optimizer."""
     save(tmp_path, 1)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     for step, limit in enumerate((0, 100, 2000, 5000, 19_000), 2):
@@ -275,8 +274,6 @@ def test_unknown_settings_of_another_version_are_ignored(tmp_path):
 
 
 class Bomb:
-    """Makes a folder when it is unpickled."""
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
@@ -299,7 +296,7 @@ def test_nothing_executes_code_from_a_ckpt_pt(form, tmp_path):
 
 @pytest.fixture
 def nanogpt(tmp_path) -> tuple[Path, GPT, dict[str, Any]]:
-    """A ckpt.pt of a compiled nanoGPT model; the model; the content."""
+    """A compiled model's ckpt.pt; the model; the content."""
     model = GPT(replace(TINY, bias=False, dropout=0.2)).eval()
     for p in model.parameters():
         torch.nn.init.normal_(p)
@@ -312,7 +309,7 @@ def nanogpt(tmp_path) -> tuple[Path, GPT, dict[str, Any]]:
 
 @pytest.mark.parametrize("packed", [None, "data.pkl", "data/0", ""])
 def test_a_nanogpt_checkpoint_has_the_same_weights(packed, nanogpt):
-    """From a run with --compile and without; and a file that was compressed again."""
+    """With --compile and without; compressed again."""
     path, model, saved = nanogpt
     plain = {k.removeprefix("_orig_mod."): v for k, v in saved["model"].items()}
     torch.save({**saved, "model": plain}, path.with_name("plain.pt"))

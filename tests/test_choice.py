@@ -1,4 +1,4 @@
-"""Which backend runs, and why not another: decided on machines that exist only here."""
+"""Which backend runs, and why not another, on machines by name."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ SUNK, CAPPED = replace(BF16, sinks=True), replace(BF16, softcap=9.0)
     (CPU, replace(FP32, lse=True, softcap=9.0), "tiled", "tiled"),
 ], ids=ids)
 def test_a_feature_goes_to_the_first_kernel_that_has_it(machine, spec, installed, bare) -> None:
-    """Also from a named backend that lacks it: what falls back ends where auto begins."""
+    """Also after a named backend that lacks it."""
     for there, best in ((replace(machine, packages=ALL), installed), (machine, bare)):
         assert resolve("auto", spec, there, STRICT).backend.name == best
         for name in ("sdpa", "sdpa_cudnn"):
@@ -249,7 +249,7 @@ def test_a_broken_import_keeps_its_words(tmp_path, monkeypatch) -> None:
 
 @pytest.mark.slow
 def test_import_attention_leaves_the_compiler_and_transformers_alone() -> None:
-    """torch._dynamo takes a second or more to import, for a run that may compile nothing."""
+    """torch._dynamo takes a second to import."""
     heavy = "not {'torch._dynamo', 'transformers'} & set(sys.modules)"
     script = f"import sys, attention; attention.hf.names(); assert {heavy}"
     subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parent.parent, check=True)
@@ -259,7 +259,6 @@ def test_import_attention_leaves_the_compiler_and_transformers_alone() -> None:
 
 
 def test_a_refusal_is_a_warning_once_a_process(tmp_path, monkeypatch, caplog) -> None:
-    """On rank 0 only."""
     sys.modules["attention.select"]._once.cache_clear()  # attention.select is the function
     file = kernels.as_file(tmp_path, print)
     for rank, n in (("1", 0), ("0", 1), ("0", 1)):

@@ -40,8 +40,6 @@ WAYS.append({"kv_cache": "static", "compile": True})
 
 
 class Vocabulary(NamedTuple):
-    """A tokenizer of these tokens."""
-
     tokens: list[bytes]
     ends: Any = ()
 
@@ -65,7 +63,7 @@ small = cache(partial(lively, n_layer=1))
 
 
 def every_way(model: GPT, prompts: Any, n: int, **options: Any) -> list[list[int]]:
-    """The new tokens of greedy or seeded texts, which must be the same in all WAYS."""
+    """New tokens, the same in all WAYS."""
     found = []
     for way in WAYS:
         options["generator"] = [torch.Generator().manual_seed(b) for b in range(len(prompts))]
@@ -90,7 +88,7 @@ patterns = st.recursive(
 
 
 def all_texts(automaton: Automaton, vocabulary: Vocabulary, left: int) -> set[tuple[int, ...]]:
-    """Every text that a decode loop can end with, as tokens, without the one that ends it."""
+    """Every text as tokens, without the end."""
     ended, going = set(), [((), automaton.start([0], [left]))]
     while going:
         text, state = going.pop()
@@ -109,7 +107,7 @@ def all_texts(automaton: Automaton, vocabulary: Vocabulary, left: int) -> set[tu
 @given(patterns, st.sets(st.sampled_from([*PIECES, b"a", b"b"]), min_size=1, max_size=4),
        st.integers(1, 4), st.integers(0, 2))
 def test_the_texts_are_those_that_python_matches(pattern, pieces, left, n_ends) -> None:
-    """All token sequences against re.fullmatch: none too many, and none lost."""
+    """Exactly re.fullmatch's."""
     V = len(pieces)
     vocabulary = Vocabulary([*pieces, *[b""] * n_ends], ends=list(range(V, V + n_ends)))
     level: list[tuple[int, ...]] = [()]
@@ -198,7 +196,7 @@ def test_rows_and_constraints_must_fit() -> None:
 
 
 def rarely(tokens: Tensor, logits: Tensor, lengths: Tensor) -> Tensor:
-    """A penalty for each use, from the second token on: padding must not count."""
+    """Padding must not count."""
     at = torch.arange(tokens.shape[1])
     real = (at > 0) & (at < lengths[:, None])
     return logits.scatter_add(1, tokens, -2.0 * real)
@@ -213,7 +211,6 @@ def by_python(tokens: Tensor, logits: Tensor) -> Tensor:
 
 
 def by_hand(text: list[int], n: int) -> list[int]:
-    """The plain loop, one row."""
     for _ in range(n):
         logits = small()(torch.tensor([text[-16:]]))[0][0, -1].detach()
         counts = Counter(text[1:])
@@ -223,7 +220,7 @@ def by_hand(text: list[int], n: int) -> list[int]:
 
 @pytest.mark.slow
 def test_a_processor_reads_exactly_the_text(eager_graphs) -> None:  # noqa: F811
-    """Of each row, in every way, up to block_size 16 and beyond; one graph, or two with Python."""
+    """Up to block_size 16 and beyond; one graph, or two with Python."""
     how: Any = small(), ragged(), 13
     plain = every_way(*how, temperature=0)
     want = [by_hand(prompt.tolist(), 13) for prompt in ragged()]
@@ -241,7 +238,7 @@ PROCESSORS: dict[str, Any] = {
 
 @pytest.mark.parametrize("names", few([[*PROCESSORS], *([name] for name in PROCESSORS)]), ids=str)
 def test_processors_of_transformers(names, transformers, tmp_path: Path) -> None:  # noqa: F811
-    """The tokens of their own greedy generate(), which gets one row at a time."""
+    """As their greedy generate() of one row."""
     each = [getattr(transformers, f"{n}LogitsProcessor")(*PROCESSORS[n]) for n in names]
     them, made = theirs(transformers, tmp_path), transformers.LogitsProcessorList(each)
     how = {"max_length": 14, "do_sample": False, "eos_token_id": [7, 3], "pad_token_id": 7}
@@ -257,7 +254,7 @@ def test_processors_of_transformers(names, transformers, tmp_path: Path) -> None
 
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """The steps that were captured."""
+    """Captured steps."""
     made: list[Any] = []
 
     def record(step: Callable[[], None], device: torch.device) -> Callable[[], None]:
@@ -284,7 +281,7 @@ HOWS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("shape", few(["llama-window", "plain"]))
 def test_captured_tokens_are_those_of_the_eager_static_cache(shape, how, recorded) -> None:
-    """In a second call, too, with no further capture; also where texts slide."""
+    """Also in a second call without captures, and for sliding texts."""
     model, options = lively(**SHAPES[shape]), dict(HOWS[how])
     if "constraint" in options:
         options["constraint"] = constrain.regex("[ab]{3}.*", Vocabulary(TOKENS, ENDS))
@@ -309,7 +306,7 @@ def test_weights_that_moved_are_captured_again(recorded) -> None:
         want = text(model, temperature=0, kv_cache="static")
         assert text(model, temperature=0) == want
         assert len(recorded) == n
-    with torch.no_grad():  # in place: the graph reads them
+    with torch.no_grad():
         model.transformer.wte.weight.mul_(-1)
     assert text(model, temperature=0) == text(model, temperature=0, kv_cache="static") != before
     assert len(recorded) == n

@@ -50,7 +50,6 @@ def test_what_is_generated_is_up_to_date(capsys) -> None:
 
 @pytest.mark.parametrize("line", COMMANDS)
 def test_a_command_of_the_course_runs(line, capsys, tmp_path) -> None:
-    """The other commands are parsed by test_readme.py."""
     line, _, redirected = line.partition(" > ")
     _, _, module, *words = shlex.split(line)
     if words[1:] and words[1].endswith(".py"):
@@ -95,7 +94,7 @@ def seen(Tq: int, Tk: int, window: int | None = None) -> torch.Tensor:
 
 
 def memory() -> Any:
-    """manual keeps q, k, v, P and a mask of a byte; tiled q, k, v, O and L."""
+    """manual keeps q, k, v, P and a byte mask; tiled q, k, v, O and L."""
     rows = []
     for n in (256, 512):
         x, p = 4 * n * 64 * 4, 4 * n * n
@@ -125,8 +124,7 @@ def tiles(Tq: int, Tk: int, B_r: int, B_c: int, window: int | None) -> Any:
 
 
 def ring_work(N: int, T: int, window: int | None) -> Any:
-    """Percent of the visible pairs, by process and step; where no process has the slowest of each
-    step, these stand in a row below."""
+    """Percent of visible pairs, by process and step; the slowest in a row below."""
     rows: list[list[float]] = []
     for place in (lambda t: t * N // T, lambda t: min(c := t * 2 * N // T, 2 * N - 1 - c)):
         count = torch.zeros(N, N)
@@ -140,7 +138,7 @@ def ring_work(N: int, T: int, window: int | None) -> Any:
 
 
 def rope() -> Any:
-    """Wavelengths 2 pi theta^(i / 64); one longer than 8,192 tokens is 8 times as long, scaled."""
+    """Wavelengths 2 pi theta^(i / 64), 8 times as long above 8,192 tokens."""
     rows = []
     for pair in (0, 63):
         turns = [math.tau * theta ** (pair / 64) for theta in (10000, 500000)]
@@ -165,14 +163,12 @@ def numbers(text: str) -> list[str]:
 
 
 def rows_of(text: str) -> list[list[str]]:
-    """The cells of a Markdown table, without its titles."""
     lines = [line for line in text.splitlines() if line.startswith("|")]
     return [[cell.strip(" `*") for cell in line.strip("|").split("|")] for line in lines[2:]]
 
 
 @pytest.mark.parametrize("line", FIGURES)
 def test_the_numbers_of_a_figure_are_its_formula(line) -> None:
-    """Each is rounded to the digits that are shown."""
     text, (rows, below) = figures.draw(line.split()), FIGURES[line]
     found = [[n for cell in row for n in numbers(cell)] for row in rows_of(text)]
     last = numbers(text.rpartition("\n\n")[2])[-len(below) :] if below else []
@@ -216,14 +212,13 @@ def test_figures_refuse_what_they_do_not_take(words) -> None:
 
 
 def drawn(name: str, *kinds: str) -> list[ElementTree.Element]:
-    """The elements of a picture with one of these classes, in its order."""
+    """In the picture's order."""
     root = ElementTree.parse(COURSE / "pictures" / f"{name}.svg").getroot()
     return [e for e in root.iter() if not kinds or e.get("class") in kinds]
 
 
 @pytest.mark.parametrize("path", files("course/pictures/*.svg"), ids=lambda path: path.stem)
 def test_a_picture_fits(path: Path) -> None:
-    """It has a rule for dark mode, and no text beyond its edge (7 px a letter)."""
     assert "prefers-color-scheme: dark" in path.read_text(encoding="utf-8")
     width = float(drawn(path.stem)[0].attrib["viewBox"].split()[2])
     for e in (e for e in drawn(path.stem) if e.tag.endswith("}text")):
@@ -243,7 +238,6 @@ def test_the_picture_of_masks_is_visible() -> None:
 
 
 def test_page_13_has_the_record_of_the_lab() -> None:
-    """The table, and in the picture the state and the mean of each variant's recall."""
     record = json.loads((COURSE / "lab" / "record.json").read_text(encoding="utf-8"))
     assert lab.table(record) in page("13_variants.md")
     rows = {e.text: float(e.attrib["y"]) for e in drawn("recall") if e.get("x") == "10"}
@@ -294,7 +288,6 @@ FAST = [(n, False) for n in NUMBERS if n not in ("7.5", "7.6")]
 
 @pytest.mark.parametrize("number, all_mistakes", [*FAST, *SLOW])
 def test_an_exercise_tells_right_from_wrong(number, all_mistakes, tmp_path) -> None:
-    """Its answer passes, its start does not, and common mistakes are named."""
     task = exercise(number)
     assert verdict(number, task.right, tmp_path) == "right"
     assert verdict(number, task.start, tmp_path) != "right"
@@ -352,7 +345,7 @@ def test_an_answer_is_judged_however_it_is_written(number, text, said, tmp_path)
 @pytest.mark.slow
 @pytest.mark.ci
 def test_a_class_is_graded(tmp_path, capsys) -> None:
-    """Answers that print, exit, import another file or come twice; a student without answers."""
+    """Answers that print, exit, import or come twice; a student without any."""
     for name, text in {
         "ada/answer1.py": exercise("2").right, "ada/answer07_1_b.py": exercise("7.1").right,
         "bob/mine.py": exercise("1").right, "bob/answer1-old.py": "", "bob/.saved/answer2.py": "",
@@ -383,7 +376,6 @@ def test_the_command_lists_and_refuses(capsys, tmp_path) -> None:
 
 @pytest.mark.slow
 def test_the_answers_of_pages_4_and_6_are_a_kernel(tmp_path, capsys, monkeypatch) -> None:
-    """The code of page 6 joins them; `attention check` finds nothing."""
     for n in "46":
         (tmp_path / f"answer{n}.py").write_text(exercise(n).right, encoding="utf-8")
     code = page("6_backward.md").split("## Train on your own kernel")[1].split("```")[1]

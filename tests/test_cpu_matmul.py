@@ -22,8 +22,7 @@ from core.cpu import matmul as cpu_matmul
 from core.runtime import Decision, Setup
 from model import GPT, GPTConfig
 
-# On processors with bfloat16 matrix units the switch means bfloat16: there nothing of this is used,
-# and what is tested with plain products in place of oneDNN's is what is made of them.
+# With bfloat16 matrix units the switch means bfloat16: plain products stand in for oneDNN's.
 NO_SWITCH = not cpu_matmul.exact()
 CPU = torch.device("cpu")
 
@@ -37,7 +36,7 @@ def exact_products(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def close(got: Tensor, truth: Tensor, plain: Tensor) -> None:
-    """The error against float64 is at most four times plain's, plus rounding."""
+    """At most four times plain's error, plus rounding."""
     assert got.shape == truth.shape
     if got.numel():
         allowed = 4 * (plain.double() - truth).abs().max()
@@ -49,7 +48,6 @@ def close(got: Tensor, truth: Tensor, plain: Tensor) -> None:
 @given(st.sampled_from([(5,), (2, 3), (1, 1), (), (0,), (2, 64)]), st.sampled_from([7, 70, 128]),
        st.booleans(), st.sampled_from(["onednn", "few", "mkl"]), st.integers(0, 3), st.booleans())
 def test_linear_and_its_gradients_are_f_linear_s(rows, K, bias, float32, strided, grad) -> None:
-    """Any shape; rows, weights or biases with strides."""
     ts = [torch.randn(*rows, K), torch.randn(9, K), *([torch.randn(9)] if bias else [])]
     ts = [torch.stack([t, t], -1)[..., 0] if n == strided else t for n, t in enumerate(ts)]
     dy = torch.randn(*rows, 9)
@@ -75,7 +73,6 @@ def test_a_second_derivative_is_refused() -> None:
 
 @pytest.mark.parametrize("grad", [True, False])
 def test_a_graph_takes_the_same_products(grad: bool) -> None:
-    """By an operator: one product forward, and two of the gradients."""
     products: list[object] = []
 
     def look(graph: torch.fx.GraphModule, inputs: object) -> object:
@@ -100,7 +97,7 @@ def test_a_graph_takes_the_same_products(grad: bool) -> None:
 @pytest.mark.parametrize("onednn", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_model_for_inference_follows_its_weights(dtype: str, onednn: bool) -> None:
-    """Written in place, also past autograd, replaced, moved, copied; and with gradients."""
+    """Written in place, also past autograd, replaced, moved, copied."""
     config = GPTConfig(block_size=16, vocab_size=96, n_layer=1, n_head=2, n_embd=64)
     idx = torch.arange(12).view(2, 6)
     setup = replace(Setup.of(CPU, dtype), onednn=Decision(onednn))
@@ -144,7 +141,7 @@ def test_the_switch_is_off_again_after_a_product_and_after_an_error() -> None:
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_products_and_gradients_under_autocast_are_its_own(bias, threads, monkeypatch) -> None:
-    """Also in halves (two threads, 2**19 to 2**20 outputs), whose rows are the same products."""
+    """Also in halves (two threads, 2**19 to 2**20 outputs)."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     layer = torch.nn.Sequential(torch.nn.Linear(24, 800, bias=bias))
     x, dy, results = torch.randn(3, 243, 24), torch.randn(3, 243, 800), []
@@ -167,8 +164,7 @@ def test_products_and_gradients_under_autocast_are_its_own(bias, threads, monkey
 def test_a_model_gives_the_same_loss_and_gradients_none_of_them_sparse(
     V: int, T: int, sparse: bool, float32: Any
 ) -> None:
-    """With several micro-batches. Of a tied embedding with more rows than tokens only theirs are
-    made; a text may be shorter than the context."""
+    """Of a tied embedding with more rows than tokens only theirs are made."""
     model = GPT(GPTConfig(block_size=16, vocab_size=V, n_layer=2, n_head=2, n_embd=32))
     idx, results = torch.randint(V, (3, T)), []
     for convert in (False, True):
@@ -189,7 +185,6 @@ def test_a_model_gives_the_same_loss_and_gradients_none_of_them_sparse(
 
 @pytest.mark.parametrize("head", ["onednn", "int8"])
 def test_targets_of_another_shape_are_refused(head: str) -> None:
-    """As many as tokens too: flattened they would fit."""
     model = GPT(GPTConfig(block_size=16, vocab_size=33, n_layer=1, n_head=1, n_embd=16))
     if head == "int8":
         int8.convert(model, model.head_weight)

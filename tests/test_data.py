@@ -56,10 +56,7 @@ KINDS = ["bytelevel", "wordpiece", "wordlevel", "llama"]
 
 
 def small_tokenizer(folder: Path, kind: str, pattern: str | None = None) -> Path:
-    """A folder with a tokenizer.json; wordpiece and wordlevel lose spaces and unknown words.
-
-    pattern: where "bytelevel" splits a text, instead of its own.
-    """
+    """A tokenizer.json; wordpiece and wordlevel lose spaces and unknown words."""
     tk = pytest.importorskip("tokenizers")
     names = ["<bos>", "<eos>", "[UNK]", *"abcdefghijklmnopqrstuvwxyz", "##a", "rose", "is"]
     if kind == "bytelevel":
@@ -104,7 +101,7 @@ def small_tokenizer(folder: Path, kind: str, pattern: str | None = None) -> Path
 def test_a_tokenizer_is_rebuilt_from_its_meta(gpt2: data.GPT2Tokenizer) -> None:
     letters = data.CharTokenizer(sorted({*"hello\n"}))
     assert letters.encode("hole\n") == [2, 4, 3, 1, 0]
-    assert gpt2.encode("hello world") == [31373, 995]  # OpenAI's example
+    assert gpt2.encode("hello world") == [31373, 995]
     assert gpt2.vocab_size == 50257 and gpt2.eot not in gpt2.encode("<|endoftext|>")
     for t in (gpt2, letters, data.CharTokenizer(["", "h"], eot=0)):
         again = data.from_meta(json.loads(json.dumps(t.to_meta())))
@@ -120,7 +117,7 @@ def test_a_tokenizer_is_rebuilt_from_its_meta(gpt2: data.GPT2Tokenizer) -> None:
 @settings(max_examples=50, deadline=None, suppress_health_check=HERE)
 def test_a_text_after_its_prompt_is_the_text_of_all_tokens(tmp_path: Path, kind: str, gpt2: Any,
                                                            data_: Any) -> None:
-    """Whatever the tokens are: invalid bytes and special tokens too."""
+    """Also invalid bytes and special tokens."""
     made: Any = gpt2
     if kind != "gpt2":
         made = data.FileTokenizer.read(small_tokenizer(tmp_path, kind))
@@ -150,7 +147,6 @@ def test_a_large_pattern_is_taken_as_the_library_takes_it(tmp_path: Path) -> Non
 
 
 def test_a_signal_ends_a_pattern_without_end(tmp_path: Path) -> None:
-    """One that explodes for a text that was not tried; in threads, and in the main one."""
     folder = small_tokenizer(tmp_path / "t", "bytelevel", "(?=ab)((a|b)?){9999}(ab){9999}")
     (tmp_path / "a.txt").write_text("ab" * 3000)
     line = [sys.executable, "-m", "data", f"--source={tmp_path}/a.txt", f"--tokenizer={folder}"]
@@ -293,7 +289,7 @@ texts = odd | odd.map(lambda d: d * 20) | st.sampled_from(["\ud83d", "<eos>", *l
 def test_every_document_is_kept_whole(
     tmp_path_factory: Any, gpt2: Any, kind: str, documents: Any, files: bool, fraction: float
 ) -> None:
-    """From lines of JSON and from files: tokens, borders, bytes and the part that validates."""
+    """From JSON lines and files: tokens, borders, bytes, validation."""
     folder = tmp_path_factory.mktemp("odd")
     (source := folder / "source").mkdir()
     tokenizer, made, begin, eot = None, gpt2, [], gpt2.eot
@@ -341,8 +337,7 @@ def test_every_document_is_kept_whole(
 
 
 def test_a_single_text_and_several(tmp_path: Path, text: Path) -> None:
-    """Nothing surrounds one, neither in training nor in prompts, here and in transformers; its end
-    validates."""
+    """Nothing surrounds one, here and in transformers; its end validates."""
     tokenizer = str(small_tokenizer(tmp_path / "tokenizer", "bytelevel"))
     for dataset in ("text", "shakespeare"):
         meta = run(dataset, tmp_path / dataset, source=str(text), tokenizer=tokenizer)
@@ -362,7 +357,7 @@ def test_a_single_text_and_several(tmp_path: Path, text: Path) -> None:
 
 
 def test_what_is_prepared_already(tmp_path: Path, text: Path) -> None:
-    """The same again: nothing; a changed source or damage: prepared again; another: by force."""
+    """The same: nothing; changed or damaged: prepared again; another: by force."""
     out, how = tmp_path / "out", {"source": str(text), "val_fraction": 0.25}
     assert run("chars", out, **how)["tokens"] == {"train": 810, "val": 270}
     assert {f.name for f in out.iterdir()} == {"train.bin", "val.bin", "meta.json"}
@@ -447,7 +442,7 @@ def test_links_are_followed_once(tmp_path: Path, gpt2: Any, capsys: Any) -> None
 
 
 def test_two_preparations_do_not_share_a_folder(tmp_path: Path, text: Path, gpt2: Any) -> None:
-    """Not until the first one dies; its half is deleted then."""
+    """Until the first one dies."""
     os.mkfifo(source := tmp_path / "a.txt")
     argv = [f"--source={source}", f"--out_dir={(out := tmp_path / 'out')}"]
     first = subprocess.Popen([sys.executable, "-m", "data", "text", *argv], cwd=ROOT)

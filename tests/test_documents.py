@@ -54,7 +54,7 @@ def test_the_documents_of_a_batch(rows: list[list[int]], begins: bool) -> None:
 def test_a_document_is_computed_as_if_it_were_alone(
     name: str, position: Any, begins: bool
 ) -> None:
-    """In every backend: its positions begin at 0, and another one's token moves nothing in it."""
+    """Positions begin at 0, and other documents' tokens change nothing."""
     model: Any = build(attention_backend=name, position=position, n_layer=2).eval()
     model.packed, documents = True, Documents(EOT, begins)
     idx = torch.randint(36, (2, 16), generator=torch.Generator().manual_seed(3))
@@ -83,7 +83,7 @@ def test_a_document_is_computed_as_if_it_were_alone(
 
 @pytest.fixture(scope="module")
 def fw(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The dataset "fw" of shards, whose documents have about nine tokens."""
+    """Shards of documents of about nine tokens."""
     folder, draw = tmp_path_factory.mktemp("fw"), np.random.default_rng(0)
     for name in ("fw_val_0", "fw_train_1", "fw_train_2"):
         tokens = draw.integers(5, size=700)
@@ -98,7 +98,6 @@ TINY: dict[str, Any] = {"dataset": "fw", "n_layer": 2, "n_embd": 8, "max_iters":
 
 
 def seen(out: Path) -> dict[int, float]:
-    """The share of pairs that are visible, of each timed step."""
     rows = metrics.read(out / "metrics.jsonl")
     return {row["iter"]: row["mfu_causal"] / row["mfu"] for row in rows if "mfu" in row}
 
@@ -113,7 +112,7 @@ def test_a_run_its_resumption_and_its_mfu(fw: Path, tmp_path: Path) -> None:
     two("c", max_iters=3, lr_decay_iters=6)
     assert two("c", lr_decay_iters=6, init_from="resume").losses() == straight.losses()
 
-    # The first evaluation by hand: each token sees its own document.
+    # By hand: each token sees its own document.
     documents = Documents(50256, True)
     tokens = data.load(fw / "fw", "val", 16, 50257)
     model: Any = checkpoint.load(checkpoint.latest(tmp_path / "a")).model().eval()
@@ -124,7 +123,7 @@ def test_a_run_its_resumption_and_its_mfu(fw: Path, tmp_path: Path) -> None:
         loss = float(model(x, y, starts)[1])
     assert straight.evaluations()[6][1] == pytest.approx(loss, rel=1e-5)
 
-    # mfu counts all pairs, mfu_causal those that are seen, of the steps that were timed.
+    # mfu counts all pairs, mfu_causal the visible ones.
     batches = data.Batches(data.load(fw / "fw", "train", 16, 50257), 16, 8, 1337,
                            documents=documents)  # fmt: skip
     i, N, want = torch.arange(16), model.get_num_params(), {}

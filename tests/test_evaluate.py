@@ -21,7 +21,7 @@ from data.prepare import PrepareConfig, prepare
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A tiny run on text of one and two bytes a character, and its export."""
+    """A tiny run, and its export."""
     folder = tmp_path_factory.mktemp("run")
     (folder / "text.txt").write_text(TEXT.replace("e", "é"), encoding="utf-8")
     given = PrepareConfig(source=str(folder / "text.txt"), out_dir=str(folder / "tiny"))

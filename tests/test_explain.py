@@ -40,7 +40,6 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def tiny(**changes: Any) -> GPT:
-    """Two layers, four heads of 8; weights so large that heads look somewhere."""
     torch.manual_seed(0)
     config = {"block_size": 48, "vocab_size": 100, "n_layer": 2, "n_head": 4, "n_embd": 32}
     model = GPT(GPTConfig(**{**config, **changes})).eval()  # type: ignore[arg-type]
@@ -65,7 +64,7 @@ Layer = tuple[Tensor, Tensor, Tensor, Tensor]  # S and P (H, T, T), v (Hkv, T, D
 
 @cache
 def document(shape: str) -> tuple[Document, list[Layer]]:
-    """The document, and the formula in float64 of what hooks caught."""
+    """The document, and the formula in float64."""
     model, config = made(shape)
     caught: list[Tensor] = []
     for block in model.transformer.h:
@@ -129,7 +128,7 @@ def test_it_begins_with_the_head_of_lowest_entropy(layer, head) -> None:
 
 
 def test_an_output_that_is_off_does_not_agree() -> None:
-    """One number, of one head of the second layer, off by a thousandth."""
+    """One number off by a thousandth."""
     with watched(model := tiny()) as calls, torch.no_grad():
         model.hidden(torch.arange(9)[None])
     wrong = calls[1].out.clone()
@@ -180,7 +179,6 @@ def test_a_long_prompt_is_shown_in_part(size, shown) -> None:
 
 @pytest.mark.parametrize("shape", ["plain", "gqa-window-segments"])
 def test_the_map_in_characters(shape) -> None:
-    """By the limits in the lines above it; at the end of a row its largest weight."""
     text = render(explained(*made(shape, layer=1, head=2)))
     text = text[text.index("MAP of layer 1, head 2") :]
     lows = {c: float(low) for c, low in re.findall(r"(\S)\s+from\s+(0(?:\.\d+)?)[,.]", text)}
@@ -203,7 +201,6 @@ def test_the_map_in_characters(shape) -> None:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a checkpoint of the tiny model."""
     out, model = tmp_path_factory.mktemp("run"), tiny()
     checkpoint.save(
         out, weights=model.state_dict(), optimizer={}, keep=1,

@@ -27,7 +27,7 @@ Show = Callable[..., Any]
 
 def document(prompt: str, window: int | None = None, layer: int = 1, head: int = 2,
              **settings: Any) -> Document:
-    """What explain.py computes, from a model with random weights whose attention is not flat."""
+    """From random weights whose attention is not flat."""
     windows = None if window is None else (window, 2)
     model = tiny(n_kv_head=2, block_size=128, attention_window=windows)
     return explained(model, ExplainConfig(prompt=prompt, layer=layer, head=head, **settings))
@@ -35,7 +35,6 @@ def document(prompt: str, window: int | None = None, layer: int = 1, head: int =
 
 @pytest.fixture(scope="module")
 def documents() -> dict[str, Document]:
-    """One plain, one with a window and two texts."""
     return {"plain": document("To be, or not\nto be: that"),
             "windowed": document("To be, or|not to be", 6, segments="|", layer=0, head=3)}
 
@@ -48,13 +47,11 @@ def chromium() -> Iterator[Any]:
 
 @pytest.fixture
 def said() -> list[str]:
-    """What a page logs and requests: nothing, or the test fails."""
     return []
 
 
 @pytest.fixture
 def show(chromium: Any, tmp_path: Path, said: list[str]) -> Iterator[Show]:
-    """Opens a document in the browser."""
     opened = []
 
     def open_(shown: Document, width: int = 1400, scheme: str = "light") -> Any:
@@ -77,7 +74,7 @@ def show(chromium: Any, tmp_path: Path, said: list[str]) -> Iterator[Show]:
 
 
 def numbers(page: Any, where: str) -> list[float]:
-    """The exact numbers of the <data> elements there; each must be shown as it is."""
+    """Exact numbers of <data> elements, each shown rounded."""
     found = page.eval_on_selector_all(
         where + " data", "all => all.map(e => [e.value, e.innerText])"
     )
@@ -157,7 +154,7 @@ def test_a_token_shows_where_it_looks(show, documents, which) -> None:
 
 
 def test_each_head_is_painted_pixel_by_pixel(show, documents) -> None:
-    """The root of a weight has a colour, the darker the larger; what is not seen is left empty."""
+    """Darker for the root of a larger weight; invisible keys are empty."""
     shown = documents["windowed"]
     (P, sees), T = square(shown), len(shown["about"]["tokens"])
     found = show(shown).eval_on_selector_all("#thumbs canvas", """all => all.map(c => [
@@ -188,7 +185,7 @@ def test_the_verdict_is_the_documents(show, documents, agrees, kind) -> None:
 
 @pytest.mark.parametrize("which, size", few([("windowed", 2), ("plain", 4), ("plain", 8)]))
 def test_a_row_plays_the_online_softmax(show, documents, which, size) -> None:
-    """Each frame has m, l and O after a tile of keys; the last is the kernel's output."""
+    """m, l and O after each tile; the last is the kernel's output."""
     shown = documents[which]
     about, tiles = shown["about"], shown["tiles"]
     layer, head, T = about["layer"], about["head"], len(about["tokens"])

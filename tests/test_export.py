@@ -195,7 +195,7 @@ def test_what_no_family_has_is_not_exported(tmp_path):
 
 
 def test_each_of_several_end_tokens_ends_a_text(transformers, tmp_path):
-    """All logits are 0, so the text is of id 0: an ordinary token, or an end."""
+    """All logits are 0: id 0 is an ordinary token, or an end."""
     small_tokenizer(tmp_path, "bytelevel")
     for ends, said in (([1, 0], "stop"), ([1, 5], "length")):
         config = transformers.LlamaConfig(**{**SIZES, "vocab_size": 300, "eos_token_id": 1})
@@ -227,7 +227,7 @@ def test_finetuning_needs_a_dataset_of_the_same_tokenizer(gpt2, tmp_path):
 
 @pytest.mark.slow
 def test_a_vocabulary_above_65536(tmp_path):
-    """Ids with a gap, a first token, and a stored truncation, which does not apply to datasets."""
+    """Ids with a gap, a first token, a stored truncation."""
     tk = pytest.importorskip("tokenizers")
     vocab = {f"w{i}": i for i in range(69_998)} | {"</s>": 69_998, "<s>": 70_005}
     made = tk.Tokenizer(tk.models.WordLevel(vocab, unk_token="w0"))

@@ -1,10 +1,8 @@
-"""The flash-attn packages: our calls of their documented functions.
+"""Our calls of the flash-attn packages.
 
-Few machines have the packages, so each has a stand-in here: functions with the documented names of
-what we pass (another is a TypeError) that refuse what the real ones refuse, and compute what their
-docstrings say by `manual` in float64, a sequence at a time. Held to the oracle, a wrong layout,
-window, alignment, cu_seqlens or page table fails. The real packages run in test_attention.py's
-matrix on a GPU, and at the end of this file.
+Stand-ins have the documented names of what we pass (others are a TypeError), refuse what the real
+functions refuse, and compute their docstrings by `manual` in float64. The real packages run in
+test_attention.py on a GPU, and at the end of this file.
 """
 
 from __future__ import annotations
@@ -78,7 +76,7 @@ def attend(rows: list[Sequence], x: dict[str, Any], unbounded: int | None) -> li
 
 
 def check_inputs(x: dict[str, Any], step: int) -> None:
-    """What csrc/flash_attn/flash_api.cpp and its successors check of every call."""
+    """The checks of csrc/flash_attn/flash_api.cpp."""
     q, k, v = x["q"], *(x.get(f"{n}_cache", x[n]) for n in "kv")
     sinks, slopes = x.get("learnable_sink"), x.get("alibi_slopes")
     half = torch.float16, torch.bfloat16
@@ -91,7 +89,6 @@ def check_inputs(x: dict[str, Any], step: int) -> None:
 
 
 def sequences(x: dict[str, Any], step: int) -> list[Sequence]:
-    """Those of a call, by the layout that its arguments have."""
     q, k, v = x["q"], x.get("k_cache", x["k"]), x.get("v_cache", x["v"])
     table = x.get("page_table", x.get("block_table"))
     lengths = x.get("cache_seqlens", x.get("seqused_k"))
@@ -121,7 +118,7 @@ def sequences(x: dict[str, Any], step: int) -> list[Sequence]:
 
 def package(name: str, signatures: dict[str, str], version: str, unbounded: int | None = -1,
             step: int = 8, returns: Any = lambda out: out) -> ModuleType:
-    """A module of functions with these signatures, and `calls`, their arguments but tensors."""
+    """Functions with these signatures, and `calls`, their arguments but tensors."""
     module: Any = ModuleType(name)
     module.__version__, module.calls = version, []
 
@@ -160,8 +157,6 @@ BF16 = Spec(12, 12, 64, "bfloat16")
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Put a stand-in where import finds it, and forget the functions that were found before."""
-
     def install(title: str) -> Any:
         module = STAND_INS[title][1]()
         monkeypatch.setattr(flash, "_loaded", {})
@@ -218,7 +213,6 @@ def test_sdpa_flash_takes_windows_and_segments_on_cuda(case, monkeypatch) -> Non
 
 @pytest.mark.parametrize("name", GENERATIONS)
 def test_deterministic_reaches_the_package_and_no_sequence_is_empty(name, installed) -> None:
-    """Grouped heads, one query a row: 2 takes a path that counts sequences by queries."""
     module = installed(name)
     seg = torch.tensor([[0] * 3 + [1] * 5 + [2] * 4, [*range(5), *[5] * 7], [0] * 12]).int()
     q, k, v = (torch.randn(3, 12, h, 32).half() for h in (4, 2, 2))
@@ -237,10 +231,8 @@ def test_deterministic_reaches_the_package_and_no_sequence_is_empty(name, instal
 def check_cache(name: str, start: list[int], count: list[int], Tq: int, places: int,
                 page_size: int | None, window: int | None, device: str = "cpu",
                 D: int = 32, **scores: Any) -> None:
-    """Tq new tokens a row, of which count[b] are real, after a history of start[b].
-
-    Places that nothing was stored in hold loud numbers. Without page_size the cache is static.
-    """
+    """Tq new tokens a row, of which count[b] are real, after start[b]; unused places hold loud
+    numbers. Without page_size the cache is static."""
     more = {n: x for n, x in scores.items() if isinstance(x, Tensor)}
     spec = Spec(4, 2, D, "float16", window=window, grad=False, page_size=page_size,
                 cache="static" if page_size is None else "paged", sinks="sinks" in scores,
@@ -279,7 +271,7 @@ SCORES = {
 
 
 def places_of(name: str, asked: str, paged: bool) -> tuple[list[int], list[int], int, int, Any]:
-    """2 reads pages of 256: as far from the ends of the pages."""
+    """2 reads pages of 256."""
     start, count, Tq, places = CACHED[asked]
     if paged and name == "flash_attn_2":
         return [n + 240 * (n // 16) for n in start], count, Tq, 16 * places, 256
@@ -333,9 +325,9 @@ def test_the_hub_is_asked_only_if_it_may_be_and_for_a_fixed_commit(name, monkeyp
 
 @pytest.mark.parametrize("order", ["4", "4 2", "2 4"])
 def test_flash_attn_2_and_4_side_by_side(order, tmp_path, monkeypatch) -> None:
-    """The wheel of 2.8.3 has an old flash_attn/cute (NovaSky-AI/SkyRL issue 2132), which does not
-    import next to what flash-attn-4 needs. Whichever pip wrote last is there; 2 works always. 4
-    alone has no flash_attn/__init__.py: an importable namespace."""
+    """The wheel of 2.8.3 has an old flash_attn/cute (NovaSky-AI/SkyRL issue 2132), not importable
+    next to flash-attn-4: the last one that pip wrote is there, 2 always works. 4 alone is a
+    namespace."""
     init, cute = "flash_attn/__init__.py", "flash_attn/cute/__init__.py"
     wheels = {
         "2": ("flash_attn", "2.8.3", {init: "__version__ = '2.8.3'", cute: "import os; os.no"}),

@@ -1,5 +1,4 @@
-"""FlashAttention's functions, modules and programs: numbers by float64, effects on caches, and
-refusals before anything is written."""
+"""FlashAttention's functions, modules and programs: numbers, caches, refusals."""
 
 from __future__ import annotations
 
@@ -78,7 +77,7 @@ def test_signatures_are_flash_attns_and_ours_come_after(name) -> None:
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor, at: Any, interleaved: bool) -> Tensor:
-    """x (T, H, D) of the tokens at positions `at` (T,): pairs of dimensions are complex numbers."""
+    """x (T, H, D) at positions `at` (T,): pairs of dimensions are complex numbers."""
     R = cos.shape[1]
     a = torch.arange(R) * 2 if interleaved else torch.arange(R)
     b = a + 1 if interleaved else a + R
@@ -145,7 +144,6 @@ def of_row(slopes: Tensor | None, b: int) -> Tensor | None:
 
 
 def strided(data: Any, *shape: int) -> Tensor:
-    """A leaf of this shape, whose memory has another order or gaps."""
     t = torch.randn(*shape)
     orders = [t, t.transpose(0, -2).contiguous().transpose(0, -2),
               torch.stack((t, t), dim=-1)[..., 0], torch.cat((t, t), dim=-2)[..., : shape[-2], :]]
@@ -154,8 +152,7 @@ def strided(data: Any, *shape: int) -> Tensor:
 
 @pytest.mark.parametrize("name", ["auto", "manual", "tiled", "sdpa_flash"])
 def test_any_dense_call(name: str) -> None:
-    """Also packed: lengths 0 and 1, more queries than keys, layouts, ALiBi, gradients. Calls of one
-    kind share a plan, and each has its own numbers."""
+    """Packed, lengths 0 and 1, more queries than keys, layouts, ALiBi, gradients."""
     nanoattn.use(name)
 
     @settings(max_examples=60 if name == "auto" else 25, deadline=None)
@@ -187,7 +184,7 @@ def test_any_dense_call(name: str) -> None:
 
 
 def paged(t: Tensor, table: Tensor) -> Tensor:
-    """Rows (B, S, Hkv, D) as pages, of which each row of the table names its own."""
+    """Rows (B, S, Hkv, D) as pages."""
     pages = t.new_empty(table.numel(), SIZE, *t.shape[2:])
     pages[table.long()] = t.unflatten(1, (-1, SIZE))
     return pages
@@ -235,7 +232,6 @@ def test_any_varlen_call(rows, heads, sides, scores, layout, name, data) -> None
 
 @pytest.mark.parametrize("name", ["manual", "tiled", "sdpa_flash"])
 def test_nan_in_one_text_reaches_no_other(name) -> None:
-    """Neither from q, k, v nor from the output's gradient, forward and backward."""
     nanoattn.use(name)
     ends = ints(0, 40, 41, 78, 78, 83, 123)
     clean, got = [torch.randn(123, 2, 8) for _ in range(4)], []
@@ -255,8 +251,8 @@ def test_nan_in_one_text_reaches_no_other(name) -> None:
        st.integers(1, 4), st.integers(0, 6), st.integers(0, 4), sides, scores,
        st.sampled_from(["rows", "pads", "pages"]), st.data())
 def test_any_call_with_a_cache(rows, Tq, n_new, R, sides, scores, layout, data) -> None:
-    """Rows of other lengths, first slots, places, positions and slopes; nothing else is written,
-    and what is not seen may be NaN, and its page absent."""
+    """Other lengths, first slots, positions and slopes; nothing else is written, and what is not
+    seen may be NaN."""
     left, right, options = sides
     B, draw = len(rows), torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
     lengths, pads = [n for n, _ in rows], [min(pad, n) * (layout == "pads") for n, pad in rows]
@@ -312,7 +308,7 @@ def test_any_call_with_a_cache(rows, Tq, n_new, R, sides, scores, layout, data) 
 
 @pytest.mark.parametrize("name", ["auto", "sdpa_flash", "tiled", "triton"])
 def test_dropout_with_the_log_sum_exp(name) -> None:
-    """L is that of all keys; kept weights are doubled, and the gradient has the same mask."""
+    """L is of all keys; kept weights are doubled, also in the gradient."""
     nanoattn.use(name)
     q, k = torch.randn(2, 1, 40, 1, 40).unbind(0)
     v = torch.eye(40)[None, :, None].requires_grad_()
@@ -331,7 +327,7 @@ def test_dropout_with_the_log_sum_exp(name) -> None:
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 20)), min_size=1, max_size=3),
        st.booleans(), st.integers(1, 4), st.booleans(), st.booleans())
 def test_apply_rotary_emb(rows, interleaved, R, inplace, leaf) -> None:
-    """Sequences of different lengths and offsets, and the gradient, also of a leaf in place."""
+    """Different lengths and offsets, the gradient, a leaf in place."""
     rotary, lengths = nanoattn.compat.rotary, [n for n, _ in rows]
     x = torch.randn(sum(lengths), 3, D, dtype=torch.float64, requires_grad=True)
     angle = torch.rand(30, R, dtype=torch.float64) * 6
@@ -357,7 +353,7 @@ def test_apply_rotary_emb(rows, interleaved, R, inplace, leaf) -> None:
 @given(st.integers(1, 9), heads, st.booleans(), st.sampled_from([None, 64.0]),
        st.sampled_from(["qkv", "heads", "q and kv"]), st.integers(0, 5) | st.none())
 def test_rotary_embedding(T, heads, interleaved, scale_base, layout, offset) -> None:
-    """Tables that grow, offsets of each row, in place, and xPos, where tables of k are inverse."""
+    """Growing tables, offsets of rows, in place, and xPos."""
     H, Hkv = (heads[1], heads[1]) if layout == "qkv" else heads
     module = nanoattn.compat.rotary.RotaryEmbedding(6, 100.0, interleaved, scale_base)
     first, length = ([1, 4], T + 4) if offset is None else ([offset] * 2, T + offset)
@@ -539,7 +535,6 @@ def test_the_report_names_each_kind_its_kernel_and_what_was_refused() -> None:
 
 
 def test_a_compiled_function_has_calls_of_several_kinds() -> None:
-    """In one graph, with sizes that change; rotated in place with offsets in a tensor."""
     nanoattn.use("auto")
     cos, sin = torch.randn(2, 40, 3)
 
@@ -563,7 +558,7 @@ def test_a_compiled_function_has_calls_of_several_kinds() -> None:
     dtype=st.sampled_from([torch.bool, torch.int32, torch.int64]), unused=st.booleans(),
 )
 def test_padding_is_removed_and_put_back(lengths, left, dtype, unused) -> None:
-    """Also with its gradient; places that are kept but unused are counted apart."""
+    """Unused places are counted apart."""
     B, T = len(lengths), 10
     j = torch.arange(T).flip(0) if left else torch.arange(T)
     mask = (j < torch.tensor(lengths)[:, None]).to(dtype)

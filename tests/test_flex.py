@@ -1,7 +1,7 @@
-"""flex.py on the CPU beyond test_attention.py's cases: how often it compiles, and gradients.
+"""flex.py on the CPU: how often it compiles, and gradients.
 
-Each compilation takes seconds of a C++ compiler, so one spec has all lengths and windows. Gradients
-run on CUDA alone: here the traced graph is computed by PyTorch's own unfused operator.
+A compilation takes seconds, so one spec has all lengths and windows. Gradients run on CUDA: here
+PyTorch computes the traced graph.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from attention.check import matrix
 
 @pytest.fixture
 def only_traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """torch.compile traces and guards as ever, but what it has traced runs as plain PyTorch."""
+    """Traced code runs as plain PyTorch."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     flex.compiled.cache_clear()
     yield
@@ -33,7 +33,7 @@ def only_traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def packed(B: int, T: int) -> Tensor:
-    """Three documents and, in the last 5 positions, padding; the borders differ by row."""
+    """Three documents and padding; borders differ by row."""
     b, j = torch.arange(B)[:, None], torch.arange(T)
     number = (j >= T // 3 + b).int() + (j >= T // 2 + 3 * b).int() + (j >= T - 5).int()
     return number * 3 % 5  # in no order, but never twice the same
@@ -55,7 +55,6 @@ CHUNKS = [(33, 97), (97, 97), (64, 64), (128, 128), (2, 97), (97, 33), (3, 3), (
     (Spec(3, 1, 20, "float16", grad=False), CHUNKS, 2, (None, 1, 97), 3),
 ], ids=["lengths", "narrow", "bfloat16", "scale", "float16"])
 def test_all_lengths_and_windows_take_three_compilations(spec, shapes, B, windows, graphs) -> None:
-    """1, up to 128, more than 128."""
     before, dtype = counters["stats"]["unique_graphs"], getattr(torch, spec.dtype)
     for (Tq, Tk), window in product(shapes, windows):
         draw = torch.Generator().manual_seed(Tq * 1000 + Tk)

@@ -29,7 +29,6 @@ GPT2 = GPTConfig(bias=False)  # 124M, vocabulary 50304, T = 1024
 
 
 def test_gpt2_124m_by_hand() -> None:
-    """Also with a window, which makes only the causal count smaller."""
     N = 123_587_328
     with torch.device("meta"):
         model = GPT(GPT2)
@@ -82,15 +81,14 @@ def test_mean_keys_counts_what_is_visible(T) -> None:
                          ids=["gpt2", "gqa", "llama"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_formula_against_flop_counter_mode(options, checkpointing) -> None:
-    """Equal, but for norm gains and biases, which multiply no matrix; addmm_, which the counter has
-    to learn; and checkpointing, which computes each block's forward once more. manual computes the
-    whole square of scores."""
+    """But for norm gains and biases; addmm_ is new to the counter; checkpointing computes each
+    forward again. manual computes the whole square of scores."""
     B, T = 2, 24
     config = GPTConfig(32, 65, 3, 4, 16, attention_backend="manual", **options)
     model = GPT(config)
     model.gradient_checkpointing = checkpointing
     idx = torch.randint(65, (B, T))
-    model(idx, idx)  # the probe of the backend is none of the model's work
+    model(idx, idx)
 
     def addmm_flops(self, a, b, out_shape, **kwargs) -> int:  # the shapes of its arguments
         return 2 * a[0] * a[1] * b[1]
@@ -166,8 +164,8 @@ NVIDIA A40-8Q, NVIDIA H100 64GB HBM2, AMD Instinct MI325X, Intel(R) Arc(TM) A770
 
 @pytest.mark.parametrize("name", [*(gpu.name for gpu in RATED), *ALSO])
 def test_the_rates_of_a_datasheet_fit_one_another(name) -> None:
-    """Dense: a TF32 product runs at half the rate of a half precision one, as NVIDIA's sheets round
-    them. A sparse figure, which is twice the dense one, would show."""
+    """A dense TF32 product runs at half the half precision rate; a sparse figure is twice the dense
+    one."""
     half, bfloat16, single = (datasheet_peak(name, d) for d in ("float16", "bfloat16", "float32"))
     tf32 = datasheet_peak(name, "float32", True)
     assert half and single and half.tflops > single.tflops
@@ -198,7 +196,6 @@ def test_a_measured_peak_leaves_the_random_state_alone(dtype, monkeypatch) -> No
 
 
 def test_mfu() -> None:
-    """312e12 / 854.77e6 tokens a second would be all of an A100."""
     a100 = Peak(312, "datasheet")
     full, causal = Speed(GPT2, 1024, 150_000, a100).mfu
     assert full == pytest.approx(150_000 * 854.770e6 / 312e12, rel=1e-5)
@@ -209,7 +206,7 @@ def test_mfu() -> None:
 
 @pytest.fixture
 def kept(tmp_path: Path, monkeypatch) -> Path:
-    """The file of kept rates, of its own; a measurement gives 1, 2, 3, ... TFLOP/s."""
+    """Measurements give 1, 2, 3, ... TFLOP/s."""
     monkeypatch.setenv("NANOATTN_CACHE", str(tmp_path))
     numbers = map(float, itertools.count(1))
     monkeypatch.setattr(flops, "measured_tflops", lambda *device: next(numbers))
@@ -220,7 +217,7 @@ def test_a_measured_peak_is_kept_and_shown_with_its_age(kept: Path) -> None:
     found = [flops.peak("cpu", "float32") for _ in range(2)]
     assert [p.tflops for p in found] == [1.0, 1.0] and all(p.measured for p in found)
     assert all(p.of == " of measured peak" for p in found)
-    assert flops.peak("cpu", "bfloat16").tflops == 2.0  # another rate
+    assert flops.peak("cpu", "bfloat16").tflops == 2.0
     text = kept.read_text(encoding="utf-8")
     today = str(datetime.now(timezone.utc).date())
     before = str(datetime.now(timezone.utc).date() - timedelta(days=6))

@@ -46,7 +46,6 @@ PAIRS = [(name, kv) for kv in CACHES for name in BACKENDS if can_decode(name, kv
 
 
 def lively(**changes: Any) -> GPT:
-    """A model whose texts do not repeat one token, which would hide errors."""
     return build(scale=20.0, **changes).eval()
 
 
@@ -80,7 +79,6 @@ def test_greedy_tokens_are_those_without_a_cache(name, kv) -> None:
 
 
 def caches(kv: str, model: GPT, B: int, max_len: int) -> Any:
-    """A function T -> step of a new cache."""
     config = model.config
     sizes = {"dtype": model.transformer.wte.weight.dtype}
     heads = config.kv_heads, config.head_dim
@@ -103,7 +101,6 @@ CHUNKS = {"prefill": [16], "chunked prefill, decode": [4, 5, 2, *[1] * 5]}
 
 @torch.no_grad()
 def cached_logits(model: GPT, idx: Tensor, kv: str, chunks: list[int]) -> Tensor:
-    """The logits (B, T, V) of tokens in chunks."""
     reserve, logits, n = caches(kv, model, len(idx), 16), [], 0
     for T in chunks:
         step = reserve(T)
@@ -125,7 +122,7 @@ def manual_logits(shape: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("phase", CHUNKS)
 @pytest.mark.parametrize("name, kv", [p for p in PAIRS if p[0] not in SLOW])
 def test_logits_are_those_without_a_cache(name, kv, phase, dtype) -> None:
-    """Error to float64: at most twice that of manual, plus one rounding."""
+    """At most twice manual's error, plus one rounding."""
     for shape, changes in SHAPES.items():
         model = build(attention_backend=name, **changes).eval().to(dtype)
         yardstick, truth = manual_logits(shape, dtype)
@@ -137,7 +134,7 @@ def test_logits_are_those_without_a_cache(name, kv, phase, dtype) -> None:
 
 
 def test_memory_of_the_caches() -> None:
-    """2 layers of keys and values, 4 heads of 8 numbers of 4 bytes: 512 bytes a token."""
+    """2 layers, K and V, 4 heads of 8 floats: 512 bytes a token."""
     model = build(block_size=256).eval()
     for kv, tokens_held in (("none", 0), ("dynamic", 128), ("static", 129), ("paged", 96 + 16)):
         stats = Stats()
@@ -200,7 +197,7 @@ def test_logits_without_a_token_are_an_error(kv, how, value) -> None:
 
 @pytest.mark.parametrize("kv", KV_CACHES)
 def test_a_row_ends_with_its_stop_token(kv) -> None:
-    """Where the text without a stop has it first; ids of any kind; a tensor's row repeats it."""
+    """Ids of any kind; a tensor's row repeats it."""
     model, prompts, how = lively(), ragged(), {"temperature": 0, "kv_cache": kv}
     full = [t.tolist() for t in engine.generate(model, prompts, 20, **how)]
 
@@ -231,7 +228,7 @@ def test_a_row_ends_with_its_stop_token(kv) -> None:
 
 @pytest.fixture
 def eager_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """The graphs of torch.compile, run eagerly."""
+    """torch.compile's graphs, run eagerly."""
     graphs: list[Any] = []
     torch_compile = torch.compile
 
@@ -266,7 +263,6 @@ def test_a_decode_step_is_one_graph_for_each_bucket(name, eager_graphs) -> None:
 
 @pytest.mark.slow
 def test_the_compiler_gives_the_same_tokens() -> None:
-    """inductor itself, on a small model."""
     torch._dynamo.reset()
     compiled.cache_clear()
     model = lively(n_layer=1, attention_window=6)
@@ -282,7 +278,7 @@ PIECES = ["a", "b", "ab", "ba", "aab", "\n", "é", "\n\n", "b\n", " a", "."]
 
 
 def talker(eot: int | None = None) -> GPT:
-    """A model with a tokenizer of PIECES, and ids above them that no token has."""
+    """A tokenizer of PIECES, and ids without a token."""
     model = lively(block_size=64)
     model.tokenizer = data.CharTokenizer(PIECES, eot)
     return model
@@ -293,7 +289,7 @@ def seeded(n: int = 1) -> dict[str, Any]:
 
 
 def cut(ids: list[int], stops: list[str]) -> tuple[str, int]:
-    """The text before the first stop string that is complete, and the tokens up to there."""
+    """The text before the first complete stop string, and its tokens."""
     text = ""
     for n, token in enumerate(ids, 1):
         text += PIECES[token]
@@ -323,7 +319,6 @@ def test_a_text_ends_before_a_stop_string(stops, kv) -> None:
 
 
 def test_texts_give_texts_and_ids_give_ids() -> None:
-    """No id without a token is drawn; of texts an end token is no part, ids go on."""
     model = talker()
     one = engine.generate(model, "ab", 30, **seeded())
     assert isinstance(one, str) and one.startswith("ab") and len(one) > 30
@@ -426,11 +421,10 @@ def test_on_a_gpu_every_cache_gives_the_tokens_of_no_cache(kv) -> None:
 @pytest.mark.parametrize("kv", [*CACHES, "auto"])
 @pytest.mark.parametrize("on", ["cpu", "cuda"])
 def test_on_a_gpu_decoding_never_synchronizes(kv, on) -> None:
-    """With generators on either device, which draw 64 steps at a time."""
     model, prompts = lively(block_size=128).cuda(), [p.cuda() for p in ragged()]
     generators = [torch.Generator(on).manual_seed(row) for row in range(4)]
     how = {"kv_cache": kv, "top_k": 5, "generator": generators}
-    list(engine.stream(model, prompts, 100, **how))  # warm-up
+    list(engine.stream(model, prompts, 100, **how))
     steps = engine.stream(model, prompts, 100, **how)
     next(steps)
     torch.cuda.set_sync_debug_mode("error")

@@ -23,7 +23,6 @@ pytestmark = [
 
 
 def script(name: str, folder: Path, **env: str) -> str:
-    """What the script prints; its results are in `folder`."""
     own = {"PY": sys.executable, "TINY": "1", "OUT": str(folder), "W": str(folder / "work")}
     done = subprocess.run(
         ["bash", str(ROOT / "bench" / name)], cwd=folder, env={**os.environ, **own, **env},

@@ -1,8 +1,7 @@
-"""Models of transformers with our kernels, compared with their own eager attention.
+"""Models of transformers with our kernels, against their eager attention.
 
-The harness is tests/hf_table.py, which also writes the table of docs/HF.md. With
-NANOATTN_OLD_TRANSFORMERS=FOLDER (pip install --target FOLDER) all but the slow tests run again with
-the transformers in that folder.
+With NANOATTN_OLD_TRANSFORMERS=FOLDER (pip install --target FOLDER) all but slow tests run again
+with the transformers in FOLDER.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def registered(remembered_probes: None) -> None:
 
 
 def is_lost(name: str, case: str) -> bool:
-    """Cases that every kernel refuses: masks without padding or without borders between texts."""
+    """Every kernel refuses masks without padding or borders of texts."""
     old = VERSION < OWN_MASK
     return (name, case) == ("gpt_oss", "packed") or (
         old and name == "gpt2" and case in ("right-padded", "packed")
@@ -61,7 +60,6 @@ def is_lost(name: str, case: str) -> bool:
 ])
 @pytest.mark.parametrize("name", every(2, HERE))
 def test_a_model_is_right_or_refused(name: str, backend: str) -> None:
-    """The table of docs/HF.md has the same refusals."""
     page = hf_table.PAGE.read_text(encoding="utf-8")
     row = re.search(rf"^\|[\w, ]*\b{name}\b[\w, ]*\| (.+) \|$", page, re.M)
     notes = dict(re.findall(r"^\[(\d+)\] refused: (.+)$", page, re.M))
@@ -97,7 +95,7 @@ def test_the_oldest_transformers() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_any_4_d_mask_is_honoured_or_refused(name: str) -> None:
-    """As eager attention with it; causal masks, with padding on the left, are never refused."""
+    """Causal masks with left padding are never refused."""
     own, ours = build(name, "eager"), build(name, "nanoattn:manual")
     i, j = torch.arange(20)[:, None], torch.arange(20)
     window = MODELS[name].get("sliding_window")
@@ -168,7 +166,7 @@ OPT = {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 32, "num_attenti
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "qwen2", "gpt2", "opt"])
 def test_padding_on_any_side_and_any_positions_of_it(name: str) -> None:
-    """Equal to eager attention, or refused where the positions of real tokens restart."""
+    """Or refused where positions of real tokens restart."""
     if VERSION < OWN_MASK and name in ("gpt2", "opt"):
         pytest.skip(f"{name} makes its mask itself in transformers {transformers.__version__}")
     changes = OPT if name == "opt" else {}
@@ -247,7 +245,6 @@ def test_gpt2s_scale_of_each_layer_is_honoured_or_refused() -> None:
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
 def test_a_prompt_in_three_parts(name: str, cache: str) -> None:
-    """Several queries after a cache, neither prefill nor decoding: the same as all at once."""
     ids, tokens = hf_table.batch("left-padded")
     for implementation in ("nanoattn:tiled", "nanoattn:manual"):
         model = build(name, implementation)
@@ -407,7 +404,6 @@ encoders = pytest.mark.skipif(VERSION < (5, 0), reason="transformers before 5 re
 @pytest.mark.parametrize("padding", PADDINGS)
 @pytest.mark.parametrize("name", ENCODERS)
 def test_encoders_and_cross_attention(name: str, padding: str) -> None:
-    """As eager attention, forward and backward, in every layer by our kernels."""
     mask = PADDINGS[padding]
     asked = encoder_inputs(name, mask)
     if mask is not None and "attention_mask" not in asked:
@@ -436,7 +432,6 @@ def test_encoders_and_cross_attention(name: str, padding: str) -> None:
 
 @encoders
 def test_attention_weights_of_a_model() -> None:
-    """As eager attention returns them, with a warning."""
     for name, key in (("bert", "attentions"), ("bart", "cross_attentions"),
                       ("llama", "attentions")):
         asked = encoder_inputs(name, TEXTS)

@@ -54,9 +54,8 @@ def test_a_weight_is_off_by_half_a_step_at_most(dtype: torch.dtype) -> None:
 @given(rows=st.integers(1, 40), K=st.sampled_from([64, 256]), bias=st.booleans(),
        dtype=st.sampled_from(DTYPES))
 def test_the_product_is_that_of_the_widened_weights(rows, K, bias, dtype) -> None:
-    """Twice the error of plain bfloat16, which rounds the same inputs and outputs. In float32 few
-    rows, of a decode step, and many, of a prompt, rarely differ: all caches give the same tokens.
-    """
+    """Within twice plain bfloat16's error. In float32 few and many rows rarely differ: caches give
+    equal tokens."""
     x = torch.randn(rows, 1, K).to(dtype)
     q, scale = int8.quantize(torch.randn(100, K))
     b, wide = torch.randn(100).to(dtype) * bias, q.double() * scale.double()[:, None]
@@ -72,7 +71,6 @@ def test_the_product_is_that_of_the_widened_weights(rows, K, bias, dtype) -> Non
 
 
 def test_no_weight_is_widened_for_a_decode_step() -> None:
-    """The kernel reads a quarter of the bytes."""
     q, scale = int8.quantize(torch.randn(96, 256))
     for rows, widened in ((1, False), (16, False), (70, True)):
         with torch.profiler.profile(record_shapes=True) as profile:
@@ -101,7 +99,6 @@ def test_the_compiler_gives_the_same_tokens() -> None:
 
 
 def test_the_model_is_nearly_what_it_was() -> None:
-    """And a layer keeps its bias, also where its row is zero."""
     x, made = torch.arange(40).view(1, 40), model()
     layer = made.transformer.h[0].mlp.c_fc
     layer.bias.data.normal_()

@@ -30,7 +30,6 @@ X = torch.randn(2, T, C, dtype=F64, generator=torch.Generator().manual_seed(1))
 
 
 def layer(name: str, number: int = 0, first: Any = None, **changes: Any) -> Any:
-    """A layer of a variant, with random weights."""
     torch.manual_seed(number)
     variant = VARIANTS[name]
     made = variant(GPTConfig(**SIZES | variant.settings | changes), number, first)
@@ -40,7 +39,6 @@ def layer(name: str, number: int = 0, first: Any = None, **changes: Any) -> Any:
 
 
 def run(made: Any, backend: str = "manual", rope: Any = None) -> Tensor:
-    """The output of a layer for X, by a backend of this project."""
     spec = made.request(attention.Spec(H, made.kv_size // D, D, "float64", made.window))
     chosen = attention.select(backend, spec, "cpu", attention.Policy(fallback=False))
     return made(X, chosen.backend.attend, spec, None, rope)
@@ -52,7 +50,6 @@ def angles() -> tuple[Tensor, Tensor]:
 
 
 def by_their_names(name: str, made: Any) -> dict[str, Tensor]:
-    """The weights of a layer as transformers names them."""
     if name == "mla":
         q, c = made.c_attn.weight.split([H * (D + made.R), made.rank + made.R])
         found = {"q_proj": q, "kv_a_proj_with_mqa": c, "kv_a_layernorm": made.c_norm.weight,
@@ -164,7 +161,7 @@ def test_the_delta_rule_is_qwen3_nexts() -> None:
 
 @pytest.mark.parametrize("name", [n for n in VARIANTS if n not in ("delta", "window")])
 def test_products_between_tokens_are_those_that_torch_counts(name) -> None:
-    """The kernel `manual` computes all T keys, and its products are the only batched ones."""
+    """manual's products are the only batched ones."""
     made = layer(name)
     with FlopCounterMode(display=False) as counted:
         run(made)
@@ -212,7 +209,7 @@ def test_each_key_returns_once_and_its_value_is_the_target(pairs, more, seed) ->
 
 
 class LooksUp(GPT):
-    """Answers a key with what followed it before, except the keys below `lost`."""
+    """Recalls the keys from `lost` on."""
 
     lost = 0
 

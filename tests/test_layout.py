@@ -29,7 +29,6 @@ BUDGETS |= {name: BUDGETS.get(name, 160) for name in (f"attention/{k}.py" for k 
 
 
 def in_rooms(*suffixes: str) -> list[str]:
-    """Patterns of the files in the rooms."""
     rooms = ({*BELOW} | TOP) - COMMANDS - {"model"}
     return [f"{room}/**/*.{suffix}" for room in rooms for suffix in suffixes]
 
@@ -39,7 +38,7 @@ def sources() -> list[Path]:
 
 
 def imported(path: Path) -> Iterator[tuple[str, str]]:
-    """The modules that a file imports, lazily or not, and the function that does."""
+    """Imported modules, and the importing function."""
 
     def visit(node: ast.AST, inside: str) -> Iterator[tuple[str, str]]:
         for child in ast.iter_child_nodes(node):
@@ -62,7 +61,7 @@ def imported(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def test_imports_point_down_only() -> None:
-    """So no two rooms import each other; GPT.from_pretrained is the one exception."""
+    """GPT.from_pretrained is the exception."""
     for path in sources():
         name = path.relative_to(ROOT).with_suffix("").as_posix()
         room = name.partition("/")[0]
@@ -76,7 +75,7 @@ def test_imports_point_down_only() -> None:
 
 
 def test_files_below_the_commands_do_not_import_each_other_in_a_cycle() -> None:
-    """At import time; imports inside functions may be cyclic."""
+    """At import time."""
     names = {p: ".".join(p.relative_to(ROOT).with_suffix("").parts) for p in sources()}
     known = set(names.values())
     graph = {

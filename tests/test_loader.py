@@ -24,7 +24,7 @@ from data.__main__ import main
 
 
 def tokens_up_to(n: int) -> np.ndarray:
-    """n tokens, each its own position, so that a batch tells where it was cut."""
+    """Each token is its position."""
     return np.arange(n, dtype=np.uint16)
 
 
@@ -39,8 +39,7 @@ def tokens_up_to(n: int) -> np.ndarray:
     (18, 4, 3), (20, 4, 3), (21, 4, 4), (6, 1, 4),
 ])  # fmt: skip
 def test_over_the_epochs_every_place_is_a_start(N: int, T: int, windows: int) -> None:
-    """By hand: how many windows an epoch has. Of the N - T places that a sequence can begin at,
-    each is taken in some epoch, so every token is seen, first and last ones included."""
+    """Each of the N - T places is taken in some epoch."""
     batches = data.Batches(tokens_up_to(N), T, windows, seed=3)  # a step is an epoch
     epochs = [batches.starts(step) for step in range(400)]
     assert set(np.concatenate(epochs).tolist()) == set(range(N - T))
@@ -59,8 +58,8 @@ sizes = st.tuples(st.integers(1, 9), st.integers(0, 200), st.integers(1, 20), st
 def test_the_sequences_of_a_run(
     size: tuple[int, int, int, int], world: int, parts: list[tuple[int, int]]
 ) -> None:
-    """Epochs of consecutive windows from one offset, whatever the batches: larger than an epoch,
-    divided among processes, asked for twice or ahead, of another size after each resumption."""
+    """Consecutive windows from one offset: batches larger than an epoch, divided, repeated, resized
+    after resumptions."""
     T, more, G, seed = size
     world = min(world, G)
     tokens = tokens_up_to(T + 1 + more)
@@ -110,7 +109,7 @@ def test_work_goes_only_a_few_tasks_ahead() -> None:
 def test_evaluation_takes_the_same_windows_for_any_world(
     N: int, batches: int, B: int, world: int
 ) -> None:
-    """Spread evenly from the first token to the last; batches of one shape, equally many a rank."""
+    """Spread evenly; equal shapes and counts."""
     tokens = tokens_up_to(N)
     ranks = [[*data.eval_batches(tokens, 8, batches, B, rank, world)] for rank in range(world)]
     assert len({len(found) for found in ranks}) == 1
@@ -130,7 +129,6 @@ def test_evaluation_takes_the_same_windows_for_any_world(
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A prepared dataset of ten different tokens."""
     source = tmp_path / "source.txt"
     source.write_text("0123456789" * 100)
     folder = tmp_path / "shakespeare_char"
@@ -148,7 +146,6 @@ def test_load_gives_the_tokens_that_fit_the_model(folder: Path) -> None:
 
 
 def interrupted(folder: Path) -> None:
-    """As an interrupted preparation leaves it."""
     (folder / "meta.json").unlink()
     (folder / ".partial").mkdir()
 
@@ -181,7 +178,6 @@ LARGE = bytes(1798) + (5000).to_bytes(2, "little")  # as many tokens, the last t
 ])
 def test_a_damaged_dataset_is_an_error(folder: Path, damage: Any, named: str, repaired: Any
                                        ) -> None:  # fmt: skip
-    """And the command in it, if there is one, repairs it."""
     damage(folder)
     with pytest.raises(UserError, match=named) as error:
         data.load(folder, "train", 8, 10)

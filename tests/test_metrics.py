@@ -1,4 +1,4 @@
-"""What a run leaves behind to be read, and that no logger can end it."""
+"""A run's logs; no logger ends it."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_file_of_somebody_else_is_refused_and_not_changed(damage, tmp_path):
 
 @pytest.mark.parametrize("rows", ["both", "training", "validation", "one", "no library"])
 def test_the_picture(rows, tmp_path, caplog, monkeypatch):
-    """Width and height by the PNG specification, 11.2.2. One that fails is a warning."""
+    """PNG specification, 11.2.2. A failing one is a warning."""
     m = Metrics(tmp_path, 0)
     for i in range(1, 200) if rows != "one" else (1,):
         if rows != "validation":
@@ -122,8 +122,6 @@ def test_a_folder_that_vanishes_and_a_full_disk_lose_no_row(how, tmp_path, caplo
 
 
 class FakeWandb(types.ModuleType):
-    """A wandb whose functions raise where they are told to."""
-
     def __init__(self, *failing: str) -> None:
         super().__init__("wandb")
         self.failing, self.calls = failing, []

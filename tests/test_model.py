@@ -1,4 +1,4 @@
-"""The model: against GPT-2 as transformers has it, against itself in float64, token by token."""
+"""The model against transformers' GPT-2, itself in float64, token by token."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ HOW = ("gradient_checkpointing", "residual_autocast")  # set on the model, no pa
 
 
 def build(config: GPTConfig = TINY, scale: float = 5.0, **changes: Any) -> GPT:
-    """A model whose weights do not sit at their initial values, where much is zero or one."""
+    """Weights away from 0 and 1."""
     torch.manual_seed(1)
     how = {name: changes.pop(name) for name in HOW if name in changes}
     policy = Policy(fallback=changes.pop("attention_fallback", True))
@@ -56,7 +56,6 @@ def build(config: GPTConfig = TINY, scale: float = 5.0, **changes: Any) -> GPT:
 
 def gradients(model: GPT, idx: Tensor, targets: Tensor, segments: Tensor | None = None,
               seed: int = 0) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss and the gradient of every parameter."""
     model.zero_grad()
     torch.manual_seed(seed)
     _, loss = model(idx, targets, segments)
@@ -67,7 +66,7 @@ def gradients(model: GPT, idx: Tensor, targets: Tensor, segments: Tensor | None 
 
 def assert_within(got: Tensor, plain: Tensor, truth: Tensor, dtype: torch.dtype, m: int,
                   roundings: int = 1) -> None:
-    """The policy of oracle.check: m times what plain PyTorch is off by, and one rounding."""
+    """m times plain PyTorch's error, and one rounding."""
     got, plain, truth = (t.detach().double() for t in (got, plain, truth))
     assert got.isfinite().all() and plain.isfinite().all()
     error = float((got - truth).abs().max())
@@ -88,7 +87,7 @@ def test_the_initial_weights() -> None:
             want = 0.02 / math.sqrt(16) if name.endswith("c_proj.weight") else 0.02
             assert float(p.detach().std()) == pytest.approx(want, rel=0.06), name
     _, loss = model(tokens(), tokens(seed=1))
-    assert float(loss.detach()) == pytest.approx(math.log(37), abs=0.15)  # it knows nothing yet
+    assert float(loss.detach()) == pytest.approx(math.log(37), abs=0.15)
 
 
 # --- GPT-2 as transformers has it ---
@@ -105,7 +104,7 @@ def transformers() -> Iterator[Any]:
 
 
 def theirs(transformers: Any, folder: Path, **changes: Any) -> Any:
-    """A GPT2LMHeadModel with random weights, biases and norms included, saved to `folder`."""
+    """A saved GPT2LMHeadModel, biases and norms random too."""
     sizes = {"vocab_size": 37, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 4,
              "bos_token_id": None, "eos_token_id": None}
     config = transformers.GPT2Config(**{**sizes, **changes}, attn_implementation="eager")
@@ -160,7 +159,6 @@ def test_block_size_can_be_cropped_and_not_stretched(transformers, tmp_path) -> 
 
 
 def cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """What it must equal: all logits at once."""
     return F.cross_entropy(F.linear(x, weight), targets, ignore_index=IGNORE)
 
 
@@ -176,8 +174,8 @@ def loss_and_gradients(loss: Callable[..., Tensor], x: Tensor, weight: Tensor, t
        factor=st.sampled_from([1.0, 3.0, 65536.0]), keep=st.sampled_from([1, 3, 100]),
        dtype=st.sampled_from(["float32", "bfloat16", "float16", "pure bfloat16"]))
 def test_linear_cross_entropy(rows, N, V, factor, keep, dtype) -> None:
-    """In chunks of any number of rows. Half precision is autocast's, whose inputs are float32,
-    but for "pure"; 65536 is where GradScaler starts; of 100 targets all but one are ignored."""
+    """Chunks of any number of rows. Half precision is autocast's, except "pure"; 65536 is
+    GradScaler's start; all targets but one may be ignored."""
     low = getattr(torch, dtype.removeprefix("pure "))
     x, w = (torch.randn(n, 24).to(low).float() for n in (N, V))
     targets = torch.full((N,), IGNORE)
@@ -216,7 +214,7 @@ def test_sums_over_rows_and_chunks_are_in_float32(dtype, monkeypatch) -> None:
 
 @pytest.mark.parametrize("short", ["x", "w"])
 def test_each_gradient_has_digits_of_its_own_beside_one_with_fewer(short) -> None:
-    """x in bfloat16, as with --residual_dtype=autocast, and a weight in float32; or reversed."""
+    """x in bfloat16 and a weight in float32; or reversed."""
     made = {"x": torch.randn(50, 24), "w": torch.randn(91, 24)}
     made[short] = made[short].bfloat16()
     x, w = (t.requires_grad_() for t in made.values())
@@ -229,8 +227,8 @@ def test_each_gradient_has_digits_of_its_own_beside_one_with_fewer(short) -> Non
 
 
 def test_further_backward_passes_are_refused_rather_than_wrong() -> None:
-    """A second derivative, also where another path, here x * x, would hide the missing one; and the
-    first again, whose stored gradients were scaled in place."""
+    """A second derivative, also where another path (x * x) hides it; and the first again, whose
+    gradients were scaled in place."""
     x, w = torch.randn(6, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
     for leaf in (x, w):
         loss = linear_cross_entropy(x * x, w * w, torch.arange(6))
@@ -244,7 +242,7 @@ def test_further_backward_passes_are_refused_rather_than_wrong() -> None:
 
 
 def test_a_half_precision_sum_over_many_rows_does_not_overflow() -> None:
-    """Every row adds -0.5 * 30 to the same gradient: 150,000 in all, and float16 ends at 65504."""
+    """150,000 in all; float16 ends at 65504."""
     x, w = torch.full((10_000, 2), 30.0, requires_grad=True), torch.zeros(2, 2, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.float16):
         loss = linear_cross_entropy(x, w, torch.zeros(10_000, dtype=torch.int64))
@@ -255,8 +253,7 @@ def test_a_half_precision_sum_over_many_rows_does_not_overflow() -> None:
 
 
 def test_float16_gradients_do_not_underflow_in_a_large_vocabulary() -> None:
-    """At the start of a training every p is 1 / V: over V = 50304 and N = 256 rows 8e-8, which is
-    the very least that float16 has."""
+    """At V = 50304 and N = 256 every p / N is 8e-8, the least of float16."""
     x, w = torch.randn(256, 16).half().float(), (0.02 * torch.randn(50304, 16)).half().float()
     targets = torch.randint(50304, (256,))
     truth = loss_and_gradients(cross_entropy, x.double(), w.double(), targets)
@@ -281,7 +278,7 @@ def test_the_logits_of_the_whole_batch_never_exist(dtype, monkeypatch) -> None:
     monkeypatch.setattr(loss_module, "chunk_rows", lambda N, V, *about: rows)
     model, idx = GPT(GPTConfig(16, V, 1, 1, 4, attention_backend="sdpa")), tokens(4, 16, V)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == "bfloat16"):
-        model(idx, idx)  # the backend is probed
+        model(idx, idx)
         with Largest() as seen:
             model(idx, idx)[1].backward()
     assert seen.numbers == rows * V  # and V * C = 4000 is less; all logits would be 64,000
@@ -313,7 +310,7 @@ def runs_here(name: str, model: GPT, with_segments: bool = False) -> bool:
 
 
 def _trained() -> Iterator[Any]:
-    """(backend, shape): of Triton's, a second each, most are left to the slow tests."""
+    """(backend, shape); most of Triton's are slow tests."""
     for name, shape in itertools.product(BACKENDS, SHAPES):
         long = name == "triton" and shape != "mqa-window"
         yield pytest.param(name, shape, marks=[pytest.mark.slow] * long, id=f"{name}-{shape}")
@@ -324,7 +321,7 @@ BATCHES = [(tokens(), tokens(seed=1), seg) for seg in (None, segments())]  # [se
 
 @cache
 def manual(shape: str, segmented: bool, dtype: torch.dtype) -> list[Any]:
-    """Loss and gradients of manual, in this dtype and in float64."""
+    """In this dtype and in float64."""
     plain = build(attention_backend="manual", **SHAPES[shape]).to(dtype)
     return [gradients(m, *BATCHES[segmented]) for m in (plain, copy.deepcopy(plain).double())]
 
@@ -332,7 +329,7 @@ def manual(shape: str, segmented: bool, dtype: torch.dtype) -> list[Any]:
 @pytest.mark.parametrize("dtype", few([torch.float32, torch.bfloat16]), ids=str)
 @pytest.mark.parametrize("name, shape", list(_trained()))
 def test_every_backend_gives_the_same_loss_and_gradients(name, shape, dtype) -> None:
-    """Against the same weights in float64; the yardstick is manual in the same dtype."""
+    """Against float64, within manual's error."""
     for segmented in (False, True):
         model = build(attention_backend=name, attention_fallback=False, **SHAPES[shape]).to(dtype)
         if not runs_here(name, model, segmented):
@@ -357,7 +354,7 @@ def names_here(**asked: Any) -> list[Any]:
 
 @pytest.mark.parametrize("name", names_here(segments=True))
 def test_canary_a_token_moves_only_what_sees_it(name) -> None:
-    """To the bit: none before it, none of another segment. Windows of 3 and 4 reach 5 tokens."""
+    """To the bit. Windows of 3 and 4 reach 5 tokens."""
     idx, changed, at = tokens(), tokens(), torch.arange(16)
     changed[:, 7] = (changed[:, 7] + 1) % 37
     for window, training, seg in (
@@ -393,12 +390,12 @@ def test_gradient_checkpointing_changes_no_bit(name, dropout) -> None:
         model.transformer.h[0].register_forward_pre_hook(lambda *a: calls.append(1))
         loss, grads = gradients(model, *BATCHES[True])
         results.append({**grads, "loss": loss, "random state": torch.get_rng_state()})
-    assert len(calls) == 1 + 2  # it did compute the block again
+    assert len(calls) == 1 + 2
     assert all(torch.equal(t, results[1][n]) for n, t in results[0].items())
 
 
 def test_the_residual_stream_in_bfloat16_is_as_exact_as_bfloat16_is() -> None:
-    """Loss and gradients against float64; the yardstick is the whole model in bfloat16."""
+    """Within the error of the whole model in bfloat16."""
     truth, plain = (gradients(build().to(t), *BATCHES[0]) for t in (torch.float64, torch.bfloat16))
     with torch.autocast("cpu", torch.bfloat16):
         got = gradients(build(residual_autocast=True), *BATCHES[0])
@@ -410,7 +407,7 @@ def test_the_residual_stream_in_bfloat16_is_as_exact_as_bfloat16_is() -> None:
 @pytest.mark.parametrize("name, compiler, autocast, segmented", few([
     ("manual", "eager", True, True), ("sdpa", "aot_eager", False, True)]))
 def test_compile_takes_the_whole_graph(name, compiler, autocast, segmented) -> None:
-    """fullgraph=True: a graph break is an error. Forward, the chunked loss and the backward."""
+    """With fullgraph=True."""
     torch._dynamo.reset()
     model = build(attention_backend=name)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
@@ -440,7 +437,6 @@ def test_without_temperature_each_token_is_the_likeliest_after_all_before_it() -
 
 
 def test_checkpointing_drops_no_cache() -> None:
-    """In training mode too a cached step stores its keys and sees what is stored."""
     model, idx = build(), tokens(T=9)
     want = model(idx)[0]
     model.gradient_checkpointing = True

@@ -1,5 +1,4 @@
-"""Muon: a step against the singular value decomposition, torch.optim.Muon and AdamW, alone and on
-several processes."""
+"""Muon against the singular value decomposition, torch.optim.Muon and AdamW."""
 
 from __future__ import annotations
 
@@ -46,7 +45,6 @@ def muon(model: GPT, **how: Any) -> Any:
 
 
 def pieces(model: GPT, name: str) -> list[int]:
-    """The rows of each matrix in a parameter, by hand."""
     if "c_attn" in name:
         return [12, 12, 12] if model.config.kv_heads == 2 else [12, 6, 6]
     if "c_fc" in name and model.config.mlp == "swiglu":
@@ -60,7 +58,7 @@ def factor(x: Tensor) -> Tensor:
 
 
 def gradients(model: GPT, step: int) -> None:
-    """Gradients of matrices whose singular values are near 1: the iterations lose none."""
+    """Singular values near 1: the iterations lose none."""
     own, noise = (torch.Generator().manual_seed(seed) for seed in (0, step + 1))
     for name, p in model.named_parameters():
         p.grad = 0.04 * torch.randn(p.shape, generator=noise, dtype=p.dtype)
@@ -82,8 +80,7 @@ def test_a_batch_of_matrices_becomes_orthogonal(shapes: list[Any], seed: int) ->
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @kinds
 def test_steps_by_the_singular_value_decomposition_and_by_adamw(kind: Any, dtype: Any) -> None:
-    """q, k and v apart, and the two parts of SwiGLU; all else by AdamW with its own rates. The
-    iterations may be in bfloat16."""
+    """q, k, v and SwiGLU's parts apart; all else by AdamW. Iterations may be in bfloat16."""
     model = small(kind)
     optimizer, config = muon(model), TrainConfig()
     optimizer.dtype = dtype
@@ -173,7 +170,7 @@ HALF = {**RUN, "max_iters": 10, "lr_decay_iters": 20}
 
 @pytest.fixture(scope="module")
 def alone(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run of one process, and one that has stopped after 10 steps."""
+    """One process, and one stopped after 10 steps."""
     out = tmp_path_factory.mktemp("alone")
     with contextlib.redirect_stdout(io.StringIO()):
         assert not any(map(train.main, lines(data_dir, out, one=RUN, half=HALF).values()))
@@ -181,7 +178,6 @@ def alone(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def same(out: Path, alone: Path) -> None:
-    """Losses and weights are those of one process."""
     want, found = losses(alone / "one"), losses(out)
     assert want["20 loss"] < want["1 loss"] - 0.3
     assert {"20 val_loss", *(f"{step} loss" for step in range(11, 21))} < found.keys()

@@ -1,5 +1,5 @@
-"""Kernels by name: files, modules, entry points, registered backends, the hub, a mask of one's own;
-and that no config, checkpoint or record runs code."""
+"""Kernels by name: files, modules, entry points, registered backends, the hub, masks. No config,
+checkpoint or record runs code."""
 
 from __future__ import annotations
 
@@ -64,8 +64,7 @@ SIZES: dict[str, Any] = {"block_size": 8, "n_layer": 1, "n_head": 2, "n_embd": 3
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder: kernel files, and an installed package with a kernel, whose name is an
-    entry point, next to a broken one."""
+    """Kernel files, and a package with an entry point next to a broken one."""
     folder, info = tmp_path / "offered_kernels", tmp_path / "offered_kernels-1.0.dist-info"
     folder.mkdir(), info.mkdir(), (tmp_path / "data").mkdir()
     for path in (tmp_path / "mine.py", folder / "mine.py"):
@@ -85,7 +84,6 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("name", MINE)
 def test_a_kernel_runs_once_a_process_when_it_is_used(name, package, capsys) -> None:
-    """Not when a config is made; a file by any path."""
     model = GPT(GPTConfig(vocab_size=16, attention_backend=name, **SIZES))
     train.TrainConfig(attention_backend=name)
     assert capsys.readouterr().out == ""
@@ -93,7 +91,7 @@ def test_a_kernel_runs_once_a_process_when_it_is_used(name, package, capsys) -> 
     assert (chosen.backend.name, chosen.requested) == ("mine", name)
     others = [name, "./mine.py", str(package / "mine.py")] if name == "mine.py" else [MINE[1]]
     assert {id(get(other)) for other in others} == {id(chosen.backend)}
-    ran = capsys.readouterr().out  # of a module, once for both of its names
+    ran = capsys.readouterr().out
     assert ran == "it ran\n" or (ran == "" and name != "mine.py")
 
 
@@ -133,7 +131,6 @@ def test_what_is_no_kernel_is_an_error_of_one_line(name, text, words, package) -
 
 @pytest.mark.parametrize("name", CODE)
 def test_a_checkpoint_a_resumed_run_or_a_record_runs_no_code(name, package, caplog, capsys) -> None:
-    """Only if it is named again."""
     config = GPTConfig(vocab_size=16, attention_backend=name, **SIZES)
     settings = train.TrainConfig(out_dir="out", attention_backend=name, **SIZES)
     checkpoint.save(
@@ -239,7 +236,6 @@ def test_the_hub_runs_with_permission_and_at_a_commit(hub) -> None:
 
 
 def test_the_truth_has_its_mask_and_its_scores_and_counts_its_pairs() -> None:
-    """Against autograd through the formula, with loops over heads."""
     bias = torch.linspace(-2, 2, 50, dtype=torch.float64)
     mods = Mods(lambda b, h, i, j: (j <= i) & ((i + j + b + h) % 3 != 0),
                 lambda s, b, h, i, j: 2 * torch.tanh(s / 2) + bias[i - j + 20] * (h + 1))
@@ -270,7 +266,7 @@ def test_it_trains_on_no_cpu_and_no_other_kernel_replaces_it(package) -> None:
 
 @pytest.mark.slow
 def test_flex_computes_it(package) -> None:
-    """Inference with queries after some keys; the last case is longer than a tile."""
+    """Queries after keys; the last is longer than a tile."""
     spec = Spec(4, 2, 16, "float32", grad=False)
     backend = select(f"flex:{package / 'prefix.py'}", spec, "cpu").backend
     for Tq, Tk in ((1, 9), (4, 4), (150, 160)):

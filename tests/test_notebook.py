@@ -22,7 +22,7 @@ NAMES = ("attention.ipynb", "qualify.ipynb")
 
 
 def cells(name: str) -> Any:
-    """The cells of a valid notebook. That it is up to date is a matter of test_course.py."""
+    """The cells of a valid notebook."""
     book = nbformat.read(ROOT / "notebooks" / name, as_version=4)
     nbformat.validate(book)
     return book.cells
@@ -35,7 +35,7 @@ def test_the_badge_of_a_notebook_has_the_address_of_pyproject(name: str) -> None
 
 
 def executed(name: str, folder: Path, **changes: str) -> str:
-    """Run the code cells in one namespace, from the notebook's folder, as Jupyter does."""
+    """In one namespace, from the notebook's folder, as Jupyter does."""
     code = [cell.source for cell in cells(name) if cell.cell_type == "code"]
     for n, text in enumerate(code):  # files: a Triton kernel reads its own source
         for old, new in changes.items():
@@ -64,7 +64,6 @@ def test_the_lesson_runs_unsolved(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_qualify_keeps_its_record(tmp_path: Path) -> None:
-    """With the first stage alone."""
     records = tmp_path / "records"
     said = executed(NAMES[1], tmp_path, **{'records"]': 'records", "--stages=1"]',
                                            "out/records": str(records)})
@@ -88,13 +87,12 @@ def test_a_function_is_checked_like_a_file(text: str, said: str, capsys: Any) ->
 
 @pytest.mark.slow
 def test_the_site_is_complete(tmp_path: Path) -> None:
-    """Each page is there, its formulas are HTML, it loads files of the site alone, and it fits a
-    phone."""
+    """Formulas are HTML, no file is from elsewhere, and it fits a phone."""
     pytest.importorskip("material")
     run, out = tmp_path / "run", tmp_path / "site"
     data = test_train.make_data(tmp_path, test_train.TEXT + site.PROMPT)
     test_train.run(data, run, max_iters=1, block_size=64)
-    assert site.main([f"--run={run}", f"--out={out}"]) == 0  # a dead link is an error
+    assert site.main([f"--run={run}", f"--out={out}"]) == 0
     assert "<math" in (out / "course/1_softmax.html").read_text(encoding="utf-8")
     assert "To be" in (out / "explain.html").read_text(encoding="utf-8")
     with browsers.running() as browser:

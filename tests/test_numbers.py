@@ -1,5 +1,4 @@
-"""Every kernel on any call: random masks, shapes, strides, contexts and views of caches; second
-derivatives; what no query sees; attention weights."""
+"""Every kernel on any call: random masks, shapes, strides, contexts, caches."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ HERE, D = Machine.here("cpu"), 8
 
 
 def able(spec: Spec) -> list[str]:
-    """The backends that take a Spec on this CPU; not flex, which compiles for seconds."""
+    """Not flex, which compiles for seconds."""
     return [n for n, b in BACKENDS.items() if n != "flex" and not b.why_not(spec, HERE)]
 
 
@@ -54,7 +53,6 @@ SLOW = [pytest.param(*row, marks=pytest.mark.slow) for row in (
 @pytest.mark.parametrize("name, examples", [
     ("manual", 30), ("tiled", 40), ("sdpa", 40), ("sdpa_flash", 40), ("triton", 3), *SLOW])
 def test_any_call(name: str, examples: int) -> None:
-    """Without what the backend does not declare, which test_attention.py sees refused."""
     grad = name != "flex"
 
     @settings(max_examples=examples, deadline=None)
@@ -84,7 +82,7 @@ def test_any_call(name: str, examples: int) -> None:
 
 @pytest.mark.parametrize("name, block", [("tiled", 64), ("sdpa", 256), ("sdpa_flash", 256)])
 def test_nan_that_no_query_sees_is_not_read(name: str, block: int) -> None:
-    """In keys beyond a window on both sides, and in another segment: 0 * NaN would be NaN."""
+    """Beyond a window, in another segment: 0 * NaN would be NaN."""
     T, far = 640, slice(320, 352)
     before = slice(0, (far.start - 9) // block * block)  # blocks whose keys end before `far`
     after = slice(-(-(-(-far.stop // 64) * 64 + 4) // block) * block, T)
@@ -110,8 +108,7 @@ COUNTS = st.integers(1, 31).map(lambda n: n if n < 31 else 300)  # 300: several 
 @given(oracle.cases(30), st.lists(st.tuples(st.integers(0, 30), COUNTS), min_size=3, max_size=3),
        st.sampled_from([("manual", None), ("sdpa", None), ("paged", 8), ("paged", 1)]))
 def test_any_view_of_a_cache(case: Case, rows: list[tuple[int, int]], by: Any) -> None:
-    """Token i of row b stands at start[b] + i. Rows with fewer tokens than queries: the real ones
-    see up to the row's end, whatever is stored after it."""
+    """Token i of row b is at start[b] + i; rows may have fewer tokens than queries."""
     (name, size), T = by, 336
     start, count = zip(*rows)
     spec = Spec(case.H, case.Hkv, 16, "float32", window=case.window, right=case.right, grad=False,
@@ -148,7 +145,7 @@ def some(spec: Spec) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
 
 def formula(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
             sinks: Tensor | None = None) -> Tensor:
-    """The contract in lines that autograd differentiates as often as needed."""
+    """The contract, differentiable any number of times."""
     i = torch.arange(q.shape[-3])
     k, v = (t.repeat_interleave(spec.n_head // spec.n_kv_head, dim=-2) for t in (k, v))
     seg = () if segments is None else (segments[..., None, :, None], segments[..., None, None, :])
@@ -160,8 +157,7 @@ def formula(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | N
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_a_second_derivative_is_right_or_an_error_and_torch_func_has_the_first(spec) -> None:
-    """W is in front of the kernel and of its gradient, or only of its gradient: a zero of one path
-    is a wrong sum."""
+    """W is before the kernel and its gradient, or only its gradient."""
     *qkv, options = some(spec)
     leaves, W = [t.requires_grad_() for t in qkv], torch.eye(D).requires_grad_()
 
@@ -196,7 +192,7 @@ def test_a_second_derivative_is_right_or_an_error_and_torch_func_has_the_first(s
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_tiled_stores_no_tensor_larger_than_its_inputs(dropout) -> None:
-    """O(T): out and dq have T * H * D entries, and no intermediate has more."""
+    """O(T): none exceeds T * H * D."""
     for T in (128, 256):
         qkv = [torch.randn(1, T, 2, 64, requires_grad=True) for _ in range(3)]
         with Largest() as forward:
@@ -208,7 +204,7 @@ def test_tiled_stores_no_tensor_larger_than_its_inputs(dropout) -> None:
 
 @pytest.mark.parametrize("softcap", [None, 50.0])
 def test_gradients_past_the_range_of_float16(softcap) -> None:
-    """dO V^T is about 460,000 and the gradients a few hundred: rounding O moves them."""
+    """dO V^T is 460,000, gradients hundreds: rounding O moves them."""
     noise = torch.Generator().manual_seed(0)
     q, k, v, dout = (torch.randn(1, 8, 2, 128, generator=noise) for _ in range(4))
     given = Inputs(*(t.half() for t in (q, k, 60 + v, 60 + dout)))
@@ -239,7 +235,7 @@ def test_a_sink_of_minus_infinity_is_none_and_rows_that_see_nothing_move_none() 
 @pytest.mark.parametrize("Tq", [1, 5])
 @pytest.mark.parametrize("H, Hkv, window", [(2, 2, None), (4, 2, 3), (4, 1, 1)])
 def test_of_one_key_sdpa_cudnn_gives_v_without_the_kernel(Tq, H, Hkv, window) -> None:
-    """PyTorch refuses such a call to cuDNN (sdp_utils.cpp): a prompt of one token, 5 x 1."""
+    """PyTorch refuses it to cuDNN (sdp_utils.cpp)."""
     case = Case("one key", Tq, 1, H, Hkv, window=window)
     spec = case.spec("float16")
     matrix.compare(run(BACKENDS["sdpa_cudnn"].attend, matrix.inputs(case, "float16"), spec), case,
@@ -262,8 +258,8 @@ def test_a_single_key_is_dropped_for_each_query_alone() -> None:
 @settings(max_examples=40, deadline=None)
 @given(oracle.cases(), st.data())
 def test_weights_of_some_rows(case: Case, data: Any) -> None:
-    """They are the softmax of visible scores, have its gradients, and times v are the output; also
-    by flash_attn_func's log-sum-exp, and under autocast."""
+    """The softmax of visible scores, its gradients, and times v the output; also by
+    flash_attn_func's log-sum-exp, under autocast."""
     inputs, exact = matrix.inputs(case, "float64"), matrix.truth(case, "float64")
     q, k, spec, more = inputs.q, inputs.k, case.spec("float64"), inputs.options
     leaves = [q.clone().requires_grad_(), k.clone().requires_grad_()]

@@ -1,7 +1,4 @@
-"""Attention over pages, and their cache, against the oracle: every page not in use holds NaN.
-
-The gather path runs on any device. The Triton kernels run where CUDA is, else in the interpreter.
-"""
+"""Attention over pages against the oracle: unused pages hold NaN."""
 
 from __future__ import annotations
 
@@ -33,14 +30,14 @@ Attend = Callable[..., Tensor]
 
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, cache: Any, splits: int = 0,
            **more: Any) -> Tensor:
-    """What a model does in a layer: store k and v, and read the pages."""
+    """Store k and v, and read the pages."""
     k_pages, v_pages, reads = cache.append(k, v)
     return BACKENDS["paged"].attend(q, k_pages, v_pages, spec, cache=reads, **more)
 
 
 def by_kernel(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, cache: Any, splits: int = 0,
               sinks: Tensor | None = None, alibi_slopes: Tensor | None = None) -> Tensor:
-    """attend(), with the kernels for one query a row wherever it runs."""
+    """The kernels for one query a row wherever possible."""
     if q.shape[1] > 1:
         return attend(q, k, v, spec, cache=cache, sinks=sinks, alibi_slopes=alibi_slopes)
     from attention.triton.paged_kernels import decode
@@ -65,7 +62,7 @@ PATHS = [
 
 
 def poisoned(spec: Spec, n_pages: int, device: str = "cpu") -> PagedCache:
-    """A cache full of NaN, whose pages are handed out in a scattered order."""
+    """Full of NaN, pages in scattered order."""
     cache = PagedCache(1, spec.n_kv_head, spec.head_dim, device=device,
                        n_pages={spec.window: n_pages}, windows=[spec.window],
                        page_size=spec.page_size, dtype=getattr(torch, spec.dtype))
@@ -80,7 +77,6 @@ def poisoned(spec: Spec, n_pages: int, device: str = "cpu") -> PagedCache:
 
 
 def draw(spec: Spec, lengths: Sequence[int], seed: int = 0) -> list[list[Tensor]]:
-    """q, k and v, (T, heads, D), of each row."""
     rng = torch.Generator().manual_seed(seed)
     heads = (spec.n_head, spec.n_kv_head, spec.n_kv_head)
     return [[torch.randn(T, h, spec.head_dim, generator=rng).to(getattr(torch, spec.dtype))
@@ -90,10 +86,8 @@ def draw(spec: Spec, lengths: Sequence[int], seed: int = 0) -> list[list[Tensor]
 def run_step(run: Attend, spec: Spec, cache: PagedCache, rows: Sequence[int],
              new: Sequence[Sequence[Tensor]], pad: tuple[float, float] = (50.0, torch.nan),
              nan: bool = False, **more: Any) -> list[Tensor]:
-    """One step: each row's new q, k and v in, its output out; not advanced.
-
-    Padding on the right is pad[0] in q, and pad[1] in k and v; `nan` allows NaN in the output.
-    """
+    """A step of each row, not advanced. Right padding is pad[0] in q, pad[1] in k and v; `nan`
+    allows NaN in the output."""
     counts = [len(q) for q, _, _ in new]
     step = cache.reserve(max(counts), counts, rows)
     device, padded = cache.k[0].device, []
@@ -112,7 +106,7 @@ def run_step(run: Attend, spec: Spec, cache: PagedCache, rows: Sequence[int],
 
 def serve(run: Attend, spec: Spec, schedule: Sequence[Sequence[int]], device: str = "cpu",
           inputs: list[list[Tensor]] | None = None, **kw: Any) -> list[Tensor]:
-    """Rows that grow as `schedule` says, counts[row] a step; all outputs of each row, (T, H, D)."""
+    """Rows grow by counts[row] a step; return all outputs (T, H, D)."""
     lengths = [sum(counts) for counts in zip(*schedule, strict=True)]
     inputs = inputs or draw(spec, lengths)
     n_pages = sum(-(-T // spec.page_size) for T in lengths) + 3
@@ -131,7 +125,7 @@ def serve(run: Attend, spec: Spec, schedule: Sequence[Sequence[int]], device: st
 
 def check(got: Tensor, row: Sequence[Tensor], spec: Spec, sinks: Tensor | None = None,
           **more: Any) -> None:
-    """One row's outputs, (Tq, H, D), against the oracle; row is its q, k and v from the start."""
+    """Outputs (Tq, H, D) against the oracle; row: q, k and v from the start."""
     q, k, v = (t[None] for t in row)
     q = q[:, len(row[0]) - len(got) :]
     more |= {"window": spec.window, "scale": spec.scale, "softcap": spec.softcap}
@@ -152,8 +146,8 @@ steps = st.lists(st.tuples(*[st.integers(0, 1)] * 3) | st.tuples(*[st.integers(0
 
 @pytest.mark.parametrize("run, device", PATHS)
 def test_any_schedule(run, device, request) -> None:
-    """Prefill, chunks and decode. Sinks are about as large as the log-sum-exp, one is none. No bit
-    depends on padding, on other rows, on a later token, or on one that the window has left."""
+    """Prefill, chunks, decode. No bit depends on padding, other rows, later tokens, or tokens
+    outside the window."""
     name = request.node.callspec.id
 
     @settings(max_examples=6 if name == "kernel" else 60, deadline=None)
@@ -194,7 +188,7 @@ def test_any_schedule(run, device, request) -> None:
 @pytest.mark.parametrize("more", [{}, {"window": 5}, {"n_kv_head": 1, "head_dim": 20}])
 @pytest.mark.parametrize("run, device", PATHS)
 def test_one_query_over_a_static_cache(run, device, more) -> None:
-    """Rows of other lengths, one that sits out a step, rings; slots beyond a row's hold 1e4."""
+    """Other lengths, a row that sits out, rings; unused slots hold 1e4."""
     spec, lengths = replace(SPEC, cache="static", page_size=None, **more), [13, 4, 9]
     inputs = draw(spec, [n + 8 for n in lengths])
     cache = StaticCache(1, 3, 24, spec.n_kv_head, spec.head_dim, windows=[spec.window],
@@ -235,7 +229,7 @@ def test_sinks_join_the_runs_once(splits) -> None:
 @needs_triton
 @pytest.mark.parametrize("run, device", PATHS)
 def test_a_hidden_key_has_no_weight_however_low_the_scores_that_are_seen(run, device) -> None:
-    """All of them and the sink are -60,000: a mask of, say, -1e4 would be the largest."""
+    """All are -60,000: a mask of -1e4 would be the largest."""
     T, spec = 7, replace(SPEC, n_head=2, n_kv_head=1, head_dim=4, sinks=True)
     q = torch.full((1, T, 2, 4), -30_000.0, device=device)
     v = torch.arange(T, device=device)[None, :, None, None].expand(1, T, 1, 4).float()
@@ -253,8 +247,7 @@ def test_a_hidden_key_has_no_weight_however_low_the_scores_that_are_seen(run, de
 @needs_triton
 @pytest.mark.parametrize("splits", [1, 2])
 def test_the_sums_of_half_precision_are_kept_in_float32(splits) -> None:
-    """Values that add up to more than float16 holds before they are divided by their weights, and
-    scores of 128 and 128.5, which it does not tell apart in units of log 2."""
+    """Sums above float16's range; scores 128 and 128.5, equal in float16."""
     from attention.triton import paged_kernels
 
     v = torch.full((1, 256, 1, 16), 800.0, dtype=torch.float16, device=KERNEL_DEVICE)
@@ -284,7 +277,7 @@ def test_opcheck() -> None:
 
 @pytest.mark.parametrize("run, device", [PATHS[0], PATHS[2]])
 def test_torch_compile_takes_it_into_one_graph(run, device) -> None:
-    """With aot_eager: the writes to the pages must survive functionalization."""
+    """Writes to pages survive functionalization."""
     compiled = torch.compile(run, backend="aot_eager", fullgraph=True, dynamic=False)
     schedule = [(5, 3), (1, 1)]
     inputs = draw(SPEC, [6, 4])

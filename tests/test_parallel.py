@@ -42,14 +42,14 @@ SMALL = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32, "batch_size"
 
 @pytest.fixture(scope="module")
 def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A text of 4,000 words of a small vocabulary, by character."""
+    """4,000 words, by character."""
     words = ["to", "be", "or", "not", "that", "is", "the", "question"]
     text = " ".join(np.random.default_rng(0).choice(words, 4000))
     return make_data(tmp_path_factory.mktemp("data"), text)
 
 
 def trained(rank: int, n: int, runs: dict[str, list[str]]) -> dict[str, tuple[int | str, str]]:
-    """Run train.py for each of these command lines, in this process of a group that is there."""
+    """Run each command line in this process."""
     told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": n, "LOCAL_WORLD_SIZE": n,
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
     os.environ |= {k: str(v) for k, v in told.items()}
@@ -80,7 +80,6 @@ def lines(data_dir: Path, out: Path, **runs: dict[str, Any]) -> dict[str, list[s
 
 
 def losses(out: Path) -> dict[str, float]:
-    """Of every step, and of the evaluations."""
     return {
         f"{row['iter']} {key}": row[key]
         for row in metrics.read(out / "metrics.jsonl")
@@ -96,13 +95,11 @@ def ended_well(results: list[dict[str, tuple[int | str, str]]]) -> None:
 
 
 def near(found: dict[str, float], want: dict[str, float]) -> bool:
-    """True if each loss is within 1e-5 of the other run's, where that has one."""
     return all(abs(loss - want.get(key, loss)) < 1e-5 for key, loss in found.items())
 
 
 @pytest.fixture(scope="module")
 def alone(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
-    """The losses of one process."""
     out = tmp_path_factory.mktemp("alone")
     assert run_line(lines(data_dir, out, one={})["one"], out / "one").code == 0
     found = losses(out / "one")
@@ -145,7 +142,7 @@ def group(rank: int, n: int) -> DistInfo:
 
 
 def compiled_steps(rank: int, n: int, backend: str) -> tuple[list[float], list[float], int]:
-    """The losses of steps and of an evaluation, eager and compiled, and the number of graphs."""
+    """Losses, eager and compiled, and the number of graphs."""
     found: list[list[float]] = []
     for on in (False, True):
         torch.manual_seed(0)
@@ -177,7 +174,7 @@ UNMASKED = [0, 2, 6, 11]  # of 11 sequences the first n have no targets, and so 
 
 
 def stepped(rank: int, n: int) -> dict[str, Any]:
-    """Loss, gradients and flag of a step of 11 sequences, by kind of sharing and number masked."""
+    """Loss, gradients, flag of 11 sequences, by kind and number masked."""
     found, everyone, setup = {}, group(rank, n), Setup.of(CPU, "float32")
     kinds = ["ddp", "fsdp", "ddp ring", "fsdp ring"] if n > 1 else ["whole", "micro"]
     for kind, masked in itertools.product(kinds, UNMASKED):
@@ -218,7 +215,7 @@ def stepped(rank: int, n: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("n", few([2, 3, 5]))
 def test_every_target_counts_once(n: int) -> None:
-    """Whatever is masked, the step is that of the whole batch; without targets it is refused."""
+    """Masked or not; no targets are refused."""
     want = stepped(0, 1)
     for found in [want, *processes.run(stepped, n)]:
         for key, (loss, grads, bad) in found.items():

@@ -1,4 +1,4 @@
-"""bench_mfu.py plan against closed forms, and against what one to four processes hold and send."""
+"""bench_mfu.py plan against closed forms and real processes."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def autocast(dtype: str) -> torch.autocast:
 # --- what is held ---
 
 class Live(TorchDispatchMode):
-    """The most bytes that the storages of all tensors seen held at one time."""
+    """Peak bytes of storages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Live(TorchDispatchMode):
 
 
 def stepped(model: GPT, dtype: str, batch: int, micro: int) -> tuple[int, Any]:
-    """The most bytes of the second of two steps, and the optimizer."""
+    """Peak bytes of the second step, and the optimizer."""
     how: Any = SimpleNamespace(learning_rate=1e-3, weight_decay=0.1, beta1=0.9, beta2=0.95)
     optimizer = build_optimizer(model, how, torch.device("cpu"))
     with autocast(dtype):
@@ -124,7 +124,7 @@ def test_the_sum_is_a_little_more_than_the_most_that_is_held(
 # --- what is sent ---
 
 def note_collectives(calls: list[tuple[str, int, int]]) -> None:
-    """From now on note every collective of FSDP2: (kind, bytes of the whole tensor, ranks)."""
+    """Note FSDP2's collectives: (kind, bytes of the whole tensor, ranks)."""
     new = hasattr(dist, "all_gather_single")  # what FSDP2 calls, by PyTorch's version
     gather, scatter = (("all_gather_single", "reduce_scatter_single") if new else
                        ("all_gather_into_tensor", "reduce_scatter_tensor"))
@@ -144,7 +144,7 @@ def note_collectives(calls: list[tuple[str, int, int]]) -> None:
 
 
 def storages(tensors: Any) -> int:
-    """Bytes of the distinct storages of this process's parts."""
+    """Of this process's parts."""
     found = [t.to_local().untyped_storage() for t in tensors]
     return sum({s._cdata: s.nbytes() for s in found}.values())
 
@@ -203,8 +203,7 @@ def test_what_fsdp_holds_and_sends(
 
 
 def ring_step(rank: int, n: int, model: GPTConfig, dtype: str, checkpointing: bool) -> Any:
-    """The bytes that a process of a ring sends in a step, by the bytes of a number; how many
-    messages."""
+    """Bytes sent in a step, by the bytes of a number; messages."""
     real, messages = made(model, checkpointing), list[tuple[int, int]]()
     real.ring = attention.Ring(dist.group.WORLD)
     send = dist.batch_isend_irecv
@@ -250,7 +249,7 @@ def test_what_a_ring_holds_and_sends(n: int, dtype: str, checkpointing: bool) ->
     ("float32", 494.7), ("bfloat16", 989.4), ("float16", 989.4),
 ])
 def test_gpt2_on_two_servers_by_hand(dtype: str, peak: float) -> None:
-    """Bytes that a rank of 16 holds and sends, but for the filling of uneven shards."""
+    """Of a rank of 16, without uneven shards' padding."""
     made = rows(*ARGV, "--gpus=16", "--batch_size=12", "--gradient_accumulation_steps=40",
                 f"--dtype={dtype}")
     shards = {"ddp": 1} if dtype == "float16" else {"ddp": 1, "fsdp": 16, "hybrid": 8}
@@ -265,7 +264,7 @@ def test_gpt2_on_two_servers_by_hand(dtype: str, peak: float) -> None:
         # One of a server's 8 GPUs joins a ring of 16 to the next; only hybrid's copies leave it.
         network = sent["all-reduce"] if way == "hybrid" else total / 8
         assert row["links"] == pytest.approx({"nvlink": total - network, "network": network})
-        if way != "fsdp":  # in a ring of 16, or 2
+        if way != "fsdp":
             of = 2 * 15 / 16 if way == "ddp" else 2 * 1 / 2 / 8
             assert sent["all-reduce"] == pytest.approx(of * 4 * NUMBERS, rel=1e-3)
         assert row["ms"] == pytest.approx(row["compute_ms"] + row["exposed_ms"])
@@ -315,7 +314,7 @@ def test_every_table_says_that_it_is_planned() -> None:
 def test_below_the_table_is_the_nearest_measured_step(
     gpu: str, gpus: int, where: str, ms: str
 ) -> None:
-    """Of docs/MEASURE.md: the GPU of that name, the nearest number."""
+    """docs/MEASURE.md."""
     links = ("--nvlink_gbs=300", "--network_gbs=25", "--gpus_per_node=64")
     _, out = run(f"--gpu={gpu}", *ARGV[1:], f"--gpus={gpus}", *links)
     (line,) = (line for line in out.splitlines() if "Others measured" in line)

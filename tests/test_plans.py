@@ -58,7 +58,7 @@ def fresh_choice(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_random_numbers_make_few_plans(tmp_path: Path) -> None:
-    """1,000 calls: each kind is proved at most twice, once at length."""
+    """1,000 calls, at most two proofs a kind."""
     mine, draw = kernels.Recorder(), torch.Generator().manual_seed(0)
     plans = Plans(kernels.as_file(tmp_path, mine))
     for a, b, c, d, n, *on in torch.rand(1000, 9, generator=draw).tolist():
@@ -74,7 +74,7 @@ def test_random_numbers_make_few_plans(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("which", ["function", "GPT", "planned GPT"])
 def test_deterministic_algorithms_make_another_plan(which: str, tmp_path: Path) -> None:
-    """A kernel that is not deterministic does not run while they are on."""
+    """A nondeterministic kernel does not run."""
     mine, leaf = kernels.Recorder(), Q.clone().requires_grad_()
     file = kernels.as_file(tmp_path, mine, caps=replace(kernels.CAPS, deterministic=False))
     model = GPT(replace(TINY, attention_backend=file))
@@ -110,7 +110,6 @@ def test_a_trace_runs_nothing_and_says_that_it_proves_nothing(tmp_path: Path, ca
     ("trace, plan", True), ("trace, plan, other shape", True), ("plan, trace", True),
     ("trace, plan", False)])
 def test_what_a_plan_refuses_no_trace_takes_or_goes_on_with(order, fallback, tmp_path) -> None:
-    """It takes another kernel, or it is an error; also after a plan of eager calls."""
     file = kernels.as_file(tmp_path, lambda q, k, v, spec, **o: manual.attend(q, k, 2 * v, spec))
     model = GPT(replace(TINY, attention_backend=file), Policy(fallback=fallback)).eval()
     compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=False)
@@ -131,7 +130,6 @@ def test_what_a_plan_refuses_no_trace_takes_or_goes_on_with(order, fallback, tmp
 
 @pytest.mark.parametrize("before", ["tiled", "manual"])
 def test_a_graph_that_cannot_hold_a_kernel_says_what_to_do(before) -> None:
-    """Whether or not another kernel was in it first; with breaks it is right."""
     whole, broken = (torch.compile(lambda q: fa.flash_attn_func(q, q, q, causal=True),
                                    backend="eager", fullgraph=full) for full in (True, False))
     fa.use(before)
@@ -211,7 +209,7 @@ def float64_by_default() -> Iterator[None]:
 
 
 def in_checkpoint(f: Function, q: Tensor) -> Tensor:
-    """Also in a backward pass, which runs f again, and under hooks of saved tensors."""
+    """Also in backward, under hooks of saved tensors."""
     if f is cached:
         return f(q)  # without gradients
     q, packed = q.clone().requires_grad_(), list[Tensor]()
@@ -291,7 +289,7 @@ def test_a_planned_model_is_copied_pickled_moved_and_exported() -> None:
 
 
 def test_threads_choose_once_and_get_the_same(tmp_path: Path) -> None:
-    """As many runs of the kernel as in one thread, and one for each call more."""
+    """No more kernel runs than in one thread, plus one a call."""
     counts, outs = [], list[Tensor]()
     for n in (1, 6):
         mine = kernels.Recorder()
@@ -332,7 +330,6 @@ def test_after_ctrl_c_in_a_choice_the_next_one_goes_on(tmp_path: Path) -> None:
 
 
 def on_rank(rank: int, n: int, file: str, fallback: bool) -> tuple[str, list[str]]:
-    """The kernel that a rank plans, and the warnings of the process."""
     os.environ["RANK"], said, handler = str(rank), list[str](), logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("nanoattn").addHandler(handler)
@@ -358,7 +355,7 @@ BACKEND = Backend("mine", "mine", attend, (Caps(),), fallback="tiled")
 @pytest.mark.parametrize("loads, rank, fallback", [
     (True, 1, True), (True, 1, False), (False, 1, True), (False, 0, True)])
 def test_ranks_take_the_first_kernel_that_each_accepts(loads, rank, fallback, tmp_path) -> None:
-    """A file that fails on one rank, when it is loaded or called: rank 0 warns and names it."""
+    """Rank 0 warns and names a file that fails on one rank."""
     fails = f"if os.environ['RANK'] == '{rank}': raise RuntimeError('no kernel image')"
     (tmp_path / "mine.py").write_text(KERNEL.format(*(("", fails) if loads else (fails, ""))))
     found = processes.run(on_rank, 2, str(tmp_path / "mine.py"), fallback)
@@ -376,7 +373,7 @@ SPEC, SHAPE = Spec(2, 1, 16, "float32"), (3, 96, 96)
 
 
 class Clock:
-    """Seconds that pass only where a test lets them; what kernels ran is not recorded."""
+    """A clock set by the test."""
 
     def __init__(self, patch: pytest.MonkeyPatch, folder: Path) -> None:
         self.now, self.patch, self.calls = 0.0, patch, 0
@@ -387,7 +384,7 @@ class Clock:
 
     def fastest(self, spec: Spec = SPEC, shape: Any = SHAPE, ranks: Any = None,
                 **ms: float | Exception) -> str:
-        """The choice among backends that take so many ms, or raise at SHAPE; auto's is "sdpa"."""
+        """Backends take so many ms, or raise at SHAPE; auto's is "sdpa"."""
         for known in (BACKENDS, fa.names._BY_ANY_NAME) if ms else ():
             for name in reversed([*known]):  # undone from the last: their order stays
                 self.patch.delitem(known, name)
@@ -419,14 +416,14 @@ def clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: Any) -> Clock
     (10.2, "sdpa"), (9.85, "sdpa"), (9.79, "rival"), (1.0, "rival"), (MemoryError("9 GiB"), "sdpa"),
     (ValueError("no kernel image"), "sdpa")])
 def test_two_percent_unseat_autos_choice(rival, winner, clock, caplog) -> None:
-    """And what fails, in the probe or at the real shape, is dropped with its reason."""
+    """Failures are dropped with a reason."""
     assert clock.fastest(rival=rival, sdpa=10.0) == winner
     [row] = [x for x in caplog.text.splitlines() if x.split()[:1] == ["rival"]]
     assert (f"{rival:.3f}" if isinstance(rival, float) else str(rival)) in row
 
 
 def test_a_measured_name_is_remembered_and_proved_again(clock, tmp_path, caplog) -> None:
-    """For a kind, a shape and a machine; not where nothing could be measured."""
+    """By kind, shape and machine."""
     assert clock.fastest(sdpa=RuntimeError("no")) == "sdpa" and not [*tmp_path.iterdir()]
     assert clock.fastest(sdpa=10.0, rival=5.0) == "rival"
     assert clock.fastest(sdpa=1.0, rival=5.0) == "rival" and not clock.calls
@@ -444,7 +441,6 @@ def test_a_measured_name_is_remembered_and_proved_again(clock, tmp_path, caplog)
 
 
 def test_all_processes_take_what_rank_0_measured(clock) -> None:
-    """Rank 1, next to a rank 0 that measured "rival" and otherwise agrees; here sdpa is faster."""
     gather = lambda value: ["rival" if value == "auto" else value, value]  # noqa: E731
     ranks = SimpleNamespace(rank=1, gather=gather)
     assert clock.fastest(ranks=ranks, sdpa=1.0, rival=5.0) == "rival" and not clock.calls

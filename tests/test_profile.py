@@ -1,6 +1,6 @@
-"""core/profile.py: a step's time by classes of kernels. Real steps on the CPU; no time is asserted.
+"""core/profile.py on the CPU; no time is asserted.
 
-The names of a GPU's kernels are from the profiles of an H100 (bench/records, docs/LOG.md).
+Names of a GPU's kernels are from H100 profiles (bench/records).
 """
 
 from __future__ import annotations

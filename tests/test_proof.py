@@ -43,8 +43,7 @@ NAMES = [n for n in BACKENDS if n not in ("flex", "triton")]
         "softcap": st.sampled_from([None, 9.0]), "dropout": st.sampled_from([0.0, 0.0, 0.2]),
         **dict.fromkeys(("segments", "sinks", "lse", "grad"), st.booleans())}))
 def test_a_right_kernel_passes(name, heads, D, dtype, window, cache, changes) -> None:
-    """Short and long, also where its rounded output moves dQ and dK and plain PyTorch is exact; the
-    random state is left alone."""
+    """Also where its rounded output moves dQ and dK; the random state stays."""
     for lacks in ({}, {"softcap": None}, {"sinks": False}, {"lse": False}, {"dropout": 0.0}):
         changes |= lacks if cache == "none" else lacks | {"segments": False, "grad": False}
         spec = Spec(*heads, D, dtype, window, cache=cache,
@@ -70,8 +69,6 @@ def test_a_right_kernel_of_a_compiler_passes(name) -> None:
 
 
 def of(change: Callable[[Spec], Spec]) -> Callable[..., Tensor]:
-    """A kernel that computes another Spec."""
-
     def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **options: Any) -> Tensor:
         new = change(spec)
         given = {n: t for n, t in options.items() if n == "cache" or getattr(new, n)}
@@ -81,12 +78,10 @@ def of(change: Callable[[Spec], Spec]) -> Callable[..., Tensor]:
 
 
 def on(change: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Tensor]:
-    """A kernel that takes other inputs."""
     return lambda q, k, v, spec, **more: manual.attend(*change(q, k, v), spec, **more)
 
 
 def after(change: Callable[..., Any]) -> Callable[..., Any]:
-    """A kernel that returns change(out, v)."""
     return lambda q, k, v, spec, **more: change(manual.attend(q, k, v, spec, **more), v)
 
 
@@ -126,7 +121,7 @@ class Unprintable(Exception):
 
 
 def by_scores(probs: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
-    """A kernel that computes the probabilities of scores (B, H, T, T) by itself."""
+    """Probabilities by scores (B, H, T, T)."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **_: Any) -> Tensor:
         k, v = (t.repeat_interleave(spec.n_head // spec.n_kv_head, dim=2) for t in (k, v))
@@ -192,7 +187,6 @@ BROKEN: dict[str, tuple[Callable[..., Any], Spec, str]] = {  # and a word of the
 
 @pytest.mark.parametrize("fault", BROKEN)
 def test_a_broken_kernel_is_refused_with_a_reason(fault: str, tmp_path: Path) -> None:
-    """select() takes another one if it may."""
     attend, spec, word = BROKEN[fault]
     file = kernels.as_file(tmp_path, attend)
     chosen = select(file, spec, "cpu")
@@ -222,7 +216,7 @@ def test_a_kernel_wrong_beyond_some_keys_is_refused_where_they_are_used(
 
 
 def test_a_gradient_wrong_beyond_some_keys_is_found() -> None:
-    """dK of the last keys, to which the gradients of few of the compared queries flow."""
+    """Few compared queries reach dK of the last keys."""
     mine = kernels.backend(on(lambda q, k, v: (
         q, torch.cat((k[:, :700], Scaled.apply(k[:, 700:], 1.1)), 1), v)))
     assert probe(mine, SPEC, "cpu").why == () == probe_long(mine, SPEC, "cpu", (2, 700, 700))
@@ -248,7 +242,7 @@ def test_no_proof_makes_a_tensor_of_keys_times_keys(changes) -> None:
     (1, 16_384, {"grad": False}), (1, 16_384, {"grad": False, "cache": "static"}),
     (5, 16_384, {"window": 99}), (2048, 2048, {}), (2048, 2048, {"scale": 0.1, "grad": False})])
 def test_a_proof_costs_about_one_call(Tq, Tk, changes, tmp_path) -> None:
-    """Whatever the batch and the heads: one call of one group's shape, and short ones."""
+    """One group's shape, and short calls."""
     mine, spec = kernels.Recorder(), Spec(8, 2, 8, "float32", **changes)
     chosen = select(kernels.as_file(tmp_path, mine), spec, "cpu", shape=(8, Tq, Tk))
     assert chosen.backend.name == "mine"
@@ -267,7 +261,7 @@ def test_a_proof_costs_about_one_call(Tq, Tk, changes, tmp_path) -> None:
     ("CUDA out of memory. Tried to allocate 2.00 GiB", False)])
 @pytest.mark.parametrize("T", [100, 1000])  # in the first probe, and in that of the call's length
 def test_no_kernel_is_tried_on_a_gpu_that_another_has_crashed(text, lost, T, tmp_path) -> None:
-    """CUDA refuses all work of a process after some errors: a fallback would get the blame."""
+    """A fallback would get the blame."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **options: Any) -> Tensor:
         if k.shape[1] >= min(T, 1000) or T < 256:

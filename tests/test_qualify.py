@@ -39,7 +39,6 @@ def test_all_stages_make_a_record_that_the_board_accepts(tmp_path: Path) -> None
 
 
 def test_a_signal_ends_it_and_leaves_what_there_is(tmp_path: Path) -> None:
-    """SIGTERM while the kernels are timed."""
     log = f"Path({str(tmp_path / 'x')!r})"
     does = f"if T > 999 and not {log}.exists(): {log}.touch(); os.kill({os.getpid()}, 15)"
     own, folder = kernel(tmp_path, "own", does), f"--records_dir={tmp_path / 'r'}"

@@ -37,7 +37,6 @@ from train import ALIASES, IGNORED, TrainConfig
 
 
 def commands(text: str) -> list[str]:
-    """The lines of the shell blocks, comments cut off."""
     blocks = re.findall(r"```sh\n(.*?)```", text.replace("\\\n", " "), re.S)
     lines = (line.split("  #")[0].strip() for block in blocks for line in block.splitlines())
     return [line for line in lines if line and not line.startswith("#")]
@@ -110,7 +109,6 @@ def test_a_command_that_is_shown_parses(line: str, monkeypatch: pytest.MonkeyPat
 
 
 def test_the_support_tables_are_those_that_caps_give() -> None:
-    """python tests/support_tables.py writes them."""
     assert support_tables.overview() in README
     assert support_tables.table() in (ROOT / "docs" / "SUPPORT.md").read_text(encoding="utf-8")
     assert support_tables.auto_order() in (ROOT / "docs" / "ATTENTION.md").read_text("utf-8")
@@ -131,7 +129,6 @@ def test_every_file_that_the_pages_name_is_there() -> None:
 
 
 def section(title: str) -> str:
-    """README's text below a heading, up to the next one."""
     (text,) = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", README, re.M | re.S)
     return text
 
@@ -150,7 +147,6 @@ def test_the_settings_of_nanogpt_are_ours_but_for_two() -> None:
 
 
 def test_the_table_of_mfu_and_the_picture_are_the_record() -> None:
-    """python tests/cover.py draws the picture."""
     text, drawn = section("Measure MFU"), (ROOT / "docs" / "cover.svg").read_text(encoding="utf-8")
     (folder,) = re.findall(r"\[record\]\((.+?)/README\.md\)", text)
     content = json.loads((ROOT / folder / "record.json").read_text(encoding="utf-8"))
@@ -192,7 +188,6 @@ def test_the_kernel_of_the_page_passes_the_check(chunked: str) -> None:
 
 
 def test_the_kernel_of_the_page_explained(chunked: str, capsys: Any) -> None:
-    """And for dropout, which it does not declare."""
     for words, backend in (([], "chunked"), (["--dropout=0.1"], "sdpa")):
         explained([chunked, "--dtype=float32", *words])
         assert f"Attention backend: {backend} (" in capsys.readouterr().out

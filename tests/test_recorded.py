@@ -1,7 +1,7 @@
-"""The tokens of 40 settings as every cache gave them on 28 November 2026 (texts.json).
+"""The tokens of 40 settings with every cache (texts.json).
 
-One line a setting there, one word a text, one character a token. `python tests/test_recorded.py`
-writes the file; only a change that is meant to give other tokens may do so.
+A line a setting, a word a text, a character a token. `python tests/test_recorded.py` rewrites it,
+if other tokens are meant.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def prompts_of(kind: str) -> list[Tensor]:
 
 
 def texts_of(setting: str, kv: str, slots: int | None = None) -> str:
-    """The new tokens of a setting; slots: by serve.stream(), with as many rows at a time."""
+    """slots: rows of serve.stream()."""
     changes, options, n = SETTINGS[setting]
     model, options = model_of(changes), dict(options)
     prompts = prompts_of(options.pop("prompts", "ragged"))

@@ -53,14 +53,14 @@ def row(content: Content, backend: str) -> Content:
 
 
 def sealed(content: Content) -> Content:
-    """A digest for what the record holds now: of its JSON with sorted keys, without the digest."""
+    """Digest of the JSON with sorted keys."""
     rest = {name: value for name, value in content.items() if name != "digest"}
     text = json.dumps(rest, sort_keys=True)
     return json.loads(text) | {"digest": hashlib.sha256(text.encode()).hexdigest()}
 
 
 def on_a_gpu(content: Content) -> Content:
-    """The same rounds as if they were an H200's, of which the table of GPUs knows the peak."""
+    """As if an H200's."""
     known = datasheet_tflops("NVIDIA H200", "float32", tf32=True)
     assert known is not None
     here = {"name": "NVIDIA H200", "about": "NVIDIA H200", "kind": "cuda"}
@@ -91,7 +91,6 @@ def test_a_record_that_was_cut_off_says_so_and_may_have_fewer_rounds(content: Co
 def test_every_record_here_is_accepted_and_the_board_is_up_to_date(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A private record may be there, on the board already or not."""
     assert {1, 2, 3} <= {whole["format"] for whole in OLD.values()}
     page = board.PAGE.read_text(encoding="utf-8")
     for path in board.FOLDER.iterdir():
@@ -143,7 +142,7 @@ def edit(whole: Content, path: tuple[Any, ...], by: float) -> Content:
 
 @pytest.mark.parametrize("name", [*MODES, *OLD])
 def test_an_edited_figure_is_refused_with_its_row(name: str, made: dict[str, Content]) -> None:
-    """Of the profile rooflines, ceilings, shares, ... A new record has a digest of the edit."""
+    """A new record has a digest of the edit."""
     whole, kinds = {**OLD, **made}[name], set()
     stages = [("stages", i, "record") for i in range(len(whole.get("stages", ())))] or [()]
     places = [(*stage, "rows", i) for stage in stages
@@ -170,7 +169,7 @@ def test_an_edited_figure_is_refused_with_its_row(name: str, made: dict[str, Con
 def test_no_field_of_a_new_record_can_be_edited(
     made: dict[str, Content], data: st.DataObject
 ) -> None:
-    """Device, kernel and dtype, which no formula uses, as every figure and every round."""
+    """Also fields that no formula uses."""
     whole = made[data.draw(st.sampled_from([*MODES]))]
     path = data.draw(st.sampled_from([*leaves(whole)]))
     edited = edit(whole, path, data.draw(st.sampled_from([0.5, 0.99, 1.01, 2.0])))
@@ -239,7 +238,7 @@ def test_a_lie_is_refused_by_its_name(
 
 def concluded(content: Content, times: dict[str, list[float]],
               points: Mapping[str, Content] = MappingProxyType({}), **more: Any) -> list[str]:
-    """The conclusions if the rounds had taken these milliseconds."""
+    """If the rounds had taken these ms."""
     like = row(content, "sdpa")
     content["rows"] = [{**copy.deepcopy(like), "backend": name.split()[0], **more,
                         "point": {**like["point"], **points.get(name, {})},

@@ -1,4 +1,4 @@
-"""What a command refuses: exit code 2, one error that names the value, and nothing is written."""
+"""Refusals: exit code 2, one error with the value, nothing written."""
 
 from __future__ import annotations
 

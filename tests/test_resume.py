@@ -41,7 +41,6 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def straight(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The run that nothing interrupts."""
     r = run(data_dir, tmp_path_factory.mktemp("straight") / "out", **FULL)
     assert r.code == 0 and list(r.losses()) == list(range(1, 41))
     assert list(r.evaluations()) == [0, 10, 20, 30, 40]
@@ -49,14 +48,12 @@ def straight(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def same(r: Run, straight: Run) -> None:
-    """Fails where a loss differs by a bit, or a row is doubled, missing or out of order."""
     assert r.losses() == straight.losses()
     assert r.evaluations() == straight.evaluations()
     assert [row["iter"] for row in r.rows] == [row["iter"] for row in straight.rows]
 
 
 def line_to_go_on(r: Run) -> list[str]:
-    """The arguments of the command that a stopped run prints."""
     (line,) = [x for x in r.out.splitlines() if "--init_from=resume" in x]
     return shlex.split(line.split("python train.py ")[1])
 
@@ -80,7 +77,7 @@ sys.exit(train.main(sys.argv[2:]))
 @pytest.mark.slow
 @pytest.mark.parametrize("at", [27, 20])
 def test_killed_the_losses_are_the_same(at, data_dir, tmp_path, straight):
-    """Between two checkpoints, and before that of its step; within a row of metrics.jsonl too."""
+    """Also within a row of metrics.jsonl."""
     out = tmp_path / "out"
     line = [sys.executable, "-c", KILL, str(at), *argv(data_dir, out, **FULL)]
     assert subprocess.run(line, cwd=ROOT).returncode == -signal.SIGKILL
@@ -94,7 +91,7 @@ def test_killed_the_losses_are_the_same(at, data_dir, tmp_path, straight):
 
 def signalled(patch: pytest.MonkeyPatch, signals: tuple[int, ...], when: Callable[[Any], bool],
               ) -> None:  # fmt: skip
-    """Send this process the signals in the first call of the model for which `when` is true."""
+    """In the model's first call where `when` is true."""
     hidden, sent = GPT.hidden, []
 
     def spy(self: GPT, *args: Any) -> Any:
@@ -108,7 +105,6 @@ def signalled(patch: pytest.MonkeyPatch, signals: tuple[int, ...], when: Callabl
 
 
 def in_step(step: int) -> Callable[[Any], bool]:
-    """In the first of two micro-batches of this step."""
     calls = iter(range(1, 10**9))
     return lambda model: model.training and next(calls) == 2 * step - 1
 
@@ -175,7 +171,7 @@ def test_a_signal_ends_an_evaluation_which_the_resumed_run_repeats(
 
 @pytest.mark.slow
 def test_the_loss_scale_goes_on(data_dir, tmp_path, monkeypatch):
-    """One so large that the first steps overflow, and that grows again soon."""
+    """It overflows at first, and grows again soon."""
     scaler = partial(torch.amp.GradScaler, init_scale=2.0**24, growth_interval=7)
     monkeypatch.setattr(torch.amp, "GradScaler", scaler)
     knobs, out = {**FULL, "dtype": "float16", "max_iters": 30}, tmp_path / "out"
@@ -194,7 +190,7 @@ def test_the_loss_scale_goes_on(data_dir, tmp_path, monkeypatch):
 
 
 def test_another_batch_size_goes_on_after_the_last_sequence(data_dir, tmp_path):
-    """With weights that stay, two steps of two sequences have the mean loss of one of four."""
+    """Constant weights: two steps of two sequences have the mean loss of four."""
     still: dict[str, Any] = {"learning_rate": 1e-30, "eval_interval": 10}
     want = run(data_dir, tmp_path / "want", **still, max_iters=12).losses()
     assert run(data_dir, tmp_path / "out", **still, max_iters=10).code == 0
@@ -274,7 +270,7 @@ def test_the_best_loss_is_remembered_and_its_checkpoint_kept(out):
 
 @pytest.mark.parametrize("change", ["data", "eval_iters=1", "batch_size=1"])
 def test_another_evaluation_begins_a_new_best(change, out, data_dir, tmp_path):
-    """The same data elsewhere do not. The old best, here a perfect one, counts no longer."""
+    """Not the same data elsewhere."""
     state = checkpoint.latest(out) / "train_state.json"
     saved = json.loads(state.read_text())
     state.write_text(json.dumps(saved | {"val_loss": 0.0, "best_val_loss": 0.0}))
@@ -315,7 +311,7 @@ def test_a_fresh_run_in_an_old_folder_is_not_mixed_with_it(data_dir, out):
 
 
 def test_the_advice_after_damage_is_a_command(out, tmp_path):
-    """Also for a folder whose name has whatever a shell or a terminal reads."""
+    """Also for names with characters of a shell or terminal."""
     out = out.rename(tmp_path / 'it\'s "a" $run;\n\x1b[31m é')
     old, new = checkpoint.folders(out)[-2:]
     for path, cut in ((new / "model.safetensors", 100), (new / "train_state.json", None)):
@@ -339,7 +335,7 @@ def test_a_link_to_a_checkpoint_is_deleted_and_its_folder_stays(out, tmp_path):
 
 @pytest.mark.parametrize("sandbox", [False, True])
 def test_a_folder_in_use_is_refused(data_dir, out, monkeypatch, sandbox):
-    """To a new run and a resumed one; --eval_only writes nothing. A sandbox permits no sockets."""
+    """--eval_only writes nothing. A sandbox permits no sockets."""
     if sandbox:
         monkeypatch.setattr("socket.socket", Mock(side_effect=PermissionError))
     with files.locked(out):
@@ -353,7 +349,7 @@ def test_a_folder_in_use_is_refused(data_dir, out, monkeypatch, sandbox):
 
 
 def test_a_folder_that_is_deleted_during_a_run(data_dir, tmp_path, monkeypatch, caplog):
-    """Saving makes it again, with a warning, and another run is refused all the time."""
+    """Saving makes it again, with a warning; other runs are refused."""
     out, log, seen = tmp_path / "out", metrics.Metrics.log, []
 
     def then_delete(self: Any, **row: Any) -> None:

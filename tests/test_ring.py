@@ -1,7 +1,6 @@
-"""ring.py: one sequence over 1, 2 and 4 processes against the oracle, and what it sends and keeps.
+"""ring.py: one sequence over 1, 2 and 4 processes against the oracle.
 
-To start processes takes most of the time. Three and four are started once, and asked everything
-(`answers`): of the three, two are a ring, whose ranks are not the global ones.
+Three and four processes are started once for all tests (`answers`); of three, two are a ring.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ DTYPES = ("float32", "bfloat16")
 
 
 def answers(rank: int, n: int) -> dict[str, Any]:
-    """All that the tests ask of three processes, of which the last two are a ring; or of four."""
+    """Of three processes the last two are a ring."""
     found: dict[str, Any] = {}
     group = dist.new_group([1, 2]) if n == 3 else dist.group.WORLD
     if n == 4 or rank:
@@ -60,7 +59,7 @@ def told(n: int) -> Any:
 
 
 def answer(n: int, what: str) -> list[Any]:
-    """What each process found: rings of 2 are asked in a start of 3 processes."""
+    """Rings of 2 run in a start of 3."""
     start = {2: 3}.get(n, n)
     if isinstance(told(start), AssertionError):
         raise told(start)
@@ -68,14 +67,13 @@ def answer(n: int, what: str) -> list[Any]:
 
 
 def place(rank: int, n: int) -> Ring:
-    """A place in a ring that sends nothing."""
     ring = Ring()
     ring.rank, ring.size = rank, n
     return ring
 
 
 def attention(ring: Ring, name: str, case: Case, inputs: Any, dtype: str, pad: float = 0) -> Any:
-    """out, dq, dk, dv, as if there were no ring; `pad` fills up q, k and v."""
+    """As without a ring; `pad` fills q, k and v."""
     q, k, v, dout = inputs
     *_, seg, _, slopes = matrix.inputs(case, dtype)
     leaves = [ring.shard(t, pad).detach().requires_grad_() for t in (q, k, v)]
@@ -91,7 +89,7 @@ def attention(ring: Ring, name: str, case: Case, inputs: Any, dtype: str, pad: f
 
 def all_cases(ring: Ring, cases: list[Case] = CASES, inner: tuple[str, ...] = INNER,
               dtypes: tuple[str, ...] = DTYPES) -> Any:
-    """What each case gives, the same bits twice, whatever the filling is."""
+    """Equal bits twice, whatever the padding."""
     found = {}
     for name, case, dtype in itertools.product(inner, cases, dtypes):
         inputs = matrix.inputs(case, dtype)[:4]
@@ -104,8 +102,6 @@ def all_cases(ring: Ring, cases: list[Case] = CASES, inner: tuple[str, ...] = IN
 
 @pytest.mark.parametrize("n", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3, 4))])
 def test_every_case_is_right_whatever_the_number_of_processes(n) -> None:
-    """The bound knows nothing of the number of processes: it is the same at 4 as at 1. Three know
-    the next from the one before."""
     by_rank = [all_cases(Ring())] if n == 1 else answer(n, "of three" if n == 3 else "cases")
     if n == 1 and not BACKENDS["triton"].why_not(Spec(1, 1, 16, "float32", lse=True), HERE):
         by_rank.append(all_cases(Ring(), OF_THREE[1:], ("triton",), ("float32",)))
@@ -145,8 +141,8 @@ def test_nothing_leaks_across_the_borders_of_chunks_and_processes(n) -> None:
 
 
 def layers(ring: Ring) -> bool:
-    """Two layers, and two passes at once: each backward pass uses the K and V of its own forward,
-    though another one came since, and its inputs were overwritten nowhere."""
+    """Two layers, two passes at once: each backward uses its own K and V, and no input is
+    overwritten."""
     spec = Spec(2, 2, 16, "float64", lse=True)
     attend = ring.attend(BACKENDS["tiled"])
     draw = torch.Generator().manual_seed(ring.rank)
@@ -190,7 +186,7 @@ def test_shards_are_the_zigzag_and_positions_say_where_they_stand(n, T) -> None:
 
 def trained(ring: Ring | None, group: Any, share: slice, asked: dict[str, Any],
             checkpointing: bool = False, compiled: bool = False) -> Any:
-    """Loss and gradients of one batch, of which this ring has a share, summed over the group."""
+    """This ring has a share of the batch; summed over the group."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(block_size=37, vocab_size=50, n_layer=2, n_head=4, n_kv_head=2,
                           n_embd=32, bias=False, **asked))
@@ -229,7 +225,7 @@ MODELS: dict[int, list[Any]] = {  # by processes: what trained() takes last
 @pytest.mark.parametrize("n", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_model_over_rings_has_the_loss_and_the_gradients_of_one_process(n, which) -> None:
-    """The second with checkpointing, and at 4, where there are two rings, compiled."""
+    """With checkpointing; two rings compiled."""
     asked, *how = MODELS[n][which]
     want = trained(None, None, slice(4), asked)
     if n == 1:

@@ -43,14 +43,12 @@ def text_of(*words: str) -> list[str]:
 
 
 def rows_of(out: Path, *words: str) -> list[dict[str, Any]]:
-    """What the command writes to --out."""
     code, shown, err = enter(sample.main, ["--device=cpu", *words, f"--out={out}"])
     assert (code, shown) == (0, ""), err
     return [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
 
 
 def refused(*words: str) -> str:
-    """The error message."""
     code, out, err = enter(sample.main, ["--device=cpu", *words])
     assert code == 2 and "Traceback" not in out + err, (out, err)
     return err
@@ -66,7 +64,7 @@ def seeded(trained: Path, seed: int, *words: str) -> str:
 
 
 def test_a_seed_gives_the_same_text_every_time(trained):
-    """Any integer is one; each sample of a prompt has its own, the next."""
+    """Each sample of a prompt has the next seed."""
     a = seeded(trained, 3)
     how = {"temperature": 0.8, "top_k": 200, "generator": torch.Generator().manual_seed(3)}
     assert engine.generate(inference.load(trained, device="cpu")[0], "", 15, **how) == a
@@ -90,7 +88,6 @@ def test_a_stream_is_the_same_text(how, trained):
 
 
 def test_a_prompt_from_a_file(trained, tmp_path, monkeypatch):
-    """A byte order mark is no part of it."""
     monkeypatch.chdir(tmp_path)
     path = Path("FILES: LIFE.txt")
     want = text_of(*of(trained, "--start=Bob keeps the\nmoon"))
@@ -116,7 +113,7 @@ def test_blank_lines_are_no_prompts(trained, tmp_path, caplog) -> None:
 
 
 def test_a_vocabulary_with_gaps_and_without_a_newline(tmp_path):
-    """Ids that no token has are drawn neither here nor by train.py: a text has all its tokens."""
+    """Ids without a token are never drawn."""
     tk, text = pytest.importorskip("tokenizers"), TEXT.replace("\n", " ")
     letters = {c: 7 * i + 3 for i, c in enumerate(["|", *sorted(set(text))])}
     made = tk.Tokenizer(tk.models.WordLevel(letters, unk_token="|"))
@@ -138,7 +135,6 @@ def test_a_vocabulary_with_gaps_and_without_a_newline(tmp_path):
 
 @pytest.mark.parametrize("kind", ["itself", "link", "hard link"])
 def test_answers_replace_no_other_file(kind, trained, tmp_path):
-    """Neither the prompts, by whatever name, nor what a link leads to."""
     (path := tmp_path / "precious").write_text("Ann sees\n")
     out = tmp_path / "out.jsonl" if kind != "itself" else path
     if kind != "itself":
@@ -150,7 +146,6 @@ def test_answers_replace_no_other_file(kind, trained, tmp_path):
 
 @pytest.mark.parametrize("kv", ["dynamic", "paged"])
 def test_prompts_from_a_file(kv, trained, tmp_path):
-    """In order, each prompt continued as alone."""
     wanted = ["Ann sees", " The king ", "m", "Bob keeps the moon and"]
     (path := tmp_path / "prompts").write_text("\n\n".join(wanted) + "\n")
     words = of(trained, f"--prompts={path}", "--num_samples=2", f"--kv_cache={kv}", n=15)
@@ -166,7 +161,6 @@ def test_prompts_from_a_file(kv, trained, tmp_path):
 
 @pytest.mark.parametrize("how", [(), ("--stream",)])
 def test_texts_are_written_in_the_order_of_their_prompts(how, trained, tmp_path):
-    """Also if a later one ends first: here at a space."""
     out = Path(shutil.copytree(trained, tmp_path / "out"))
     file = checkpoint.folders(out)[-1] / "settings.json"
     settings = json.loads(file.read_text())
@@ -185,7 +179,6 @@ def test_texts_are_written_in_the_order_of_their_prompts(how, trained, tmp_path)
 
 @pytest.mark.parametrize("how, n", [("batch", 4), ("stream", 4), ("stream", 0), ("out", 4)])
 def test_ctrl_c_keeps_what_was_written(how, n, trained, tmp_path, monkeypatch):
-    """In the second of three batches, after n tokens."""
     words = ["--device=cpu", *of(trained, "--num_samples=3", "--batch_size=1", n=10)]
     path = tmp_path / "out.jsonl"
     words += {"batch": [], "stream": ["--stream"], "out": [f"--out={path}"]}[how]
@@ -274,13 +267,13 @@ def test_a_model_of_nan_is_an_error(trained, tmp_path, how):
 
 
 def gpt2_like(path: Path, vocab_size: int = 50304) -> Path:
-    """A nanoGPT ckpt.pt with random weights, which has no tokenizer."""
+    """Random weights, no tokenizer."""
     torch.manual_seed(0)
     return nanogpt_file(path, GPT(GPTConfig(8, vocab_size, n_layer=1, n_head=1, n_embd=8)))
 
 
 def test_a_model_without_a_tokenizer_has_gpt2s(tmp_path, monkeypatch):
-    """Here one of its size without a download: bytes, then pairs of bytes."""
+    """A stand-in: bytes, then pairs of bytes."""
     ranks = {bytes([i]): i for i in range(256)}
     for i in range(256, 50256):
         ranks[bytes([(i - 256) // 256, (i - 256) % 256])] = i

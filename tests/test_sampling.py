@@ -40,7 +40,7 @@ P = [0.4, 0.3, 0.15, 0.1, 0.05]
     ({"top_k": 2, "top_p": 0.5}, P[:1]),  # and more than 0.5
 ])
 def test_the_shares_of_what_is_drawn(sampling, want) -> None:
-    """Shuffled tokens; each share is a binomial mean, within 5 standard deviations."""
+    """Within 5 standard deviations of a binomial mean."""
     p = torch.tensor([*want, *[0.0] * (5 - len(want))]) / sum(want)
     order = torch.tensor([3, 0, 4, 2, 1])
     got = draws(torch.tensor(P).log()[order] + 7, **sampling)
@@ -49,8 +49,7 @@ def test_the_shares_of_what_is_drawn(sampling, want) -> None:
 
 
 def test_pick_is_the_inverse_of_the_distribution_function() -> None:
-    """Steps of u over [0, 1) give each token as often as it is likely, to one step; a token with a
-    probability of 2^-40 too."""
+    """Each token as often as likely, to one step; also one of 2^-40."""
     p = torch.tensor([0.5, 0.0, 0.125, 0.25, 0.125, 0.0], dtype=torch.float64)
     n = 1 << 12
     assert int((draws(torch.zeros(8), top_k=3) > 0).sum()) == 3  # of equal ones no more than k
@@ -90,7 +89,7 @@ def nucleus_of(p: list[float], top_p: float) -> list[int]:
 
 @pytest.mark.parametrize("V", [50, 9000])
 def test_top_p_is_the_nucleus_of_its_definition(V) -> None:
-    """Up to the border, if the sums were rounded one way or the other."""
+    """Up to rounding at the border."""
     generator, sizes = torch.Generator().manual_seed(V), set()
     flat = torch.randn(1, V, generator=generator)
     logits = torch.cat([flat * scale for scale in (0.1, 1, 3, 8)] + [-(flat.abs() ** 3)])

@@ -27,14 +27,12 @@ def seeds() -> Iterator[torch.Generator]:
 
 
 def alone(model: GPT, prompt: Any, n: int, index: int, **options: Any) -> list[int]:
-    """The text of generate() without a cache."""
     generator = torch.Generator().manual_seed(index)
     (text,) = engine.generate(model, [prompt], n, generator=[generator], kv_cache="none", **options)
     return text.tolist()
 
 
 def whole(model: GPT, prompts: Any, n: Any, **options: Any) -> Iterator[tuple[int, list[int]]]:
-    """Each text when it ends: the number of its prompt, its new tokens."""
     new: dict[int, list[int]] = {}
     with closing(serve.stream(model, prompts, n, **options)) as got:
         for index, token in got:
@@ -46,14 +44,13 @@ def whole(model: GPT, prompts: Any, n: Any, **options: Any) -> Iterator[tuple[in
 
 
 def texts_of(model: GPT, prompts: Any, n: Any, **options: Any) -> list[list[int]]:
-    """In the order of the prompts."""
     found = dict(whole(model, prompts, n, generator=seeds(), **options))
     assert sorted(found) == list(range(len(found)))
     return [[*map(int, prompt), *found[i]] for i, prompt in enumerate(prompts)]
 
 
 def test_a_prompt_enters_when_a_text_ends_and_its_pages_are_free() -> None:
-    """9 pages for texts that need 4, 2, 4 and 1: the third waits, and the last behind it."""
+    """9 pages for texts of 4, 2, 4 and 1: the third waits, and the last behind it."""
     model, stats = lively(block_size=64), Stats()
     prompts = [tokens(1, T, seed=T)[0] for T in (10, 5, 12, 1)]
     rooms = (6, 3, 4, 4)
@@ -66,7 +63,6 @@ def test_a_prompt_enters_when_a_text_ends_and_its_pages_are_free() -> None:
 
 
 def test_samples_of_one_prompt_share_its_full_pages() -> None:
-    """Seven tokens in pages of 4; twelve tokens each at the end."""
     model, prompt, stats = lively(block_size=64), tokens(1, 7)[0], Stats()
     got = texts_of(model, [prompt] * 5, 6, slots=5, page_size=4, stats=stats, top_k=9)
     assert got == [alone(model, prompt, 6, i, top_k=9) for i in range(5)] and got[0] != got[1]
@@ -137,7 +133,7 @@ def test_invalid_options_are_named() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("shape", SHAPES)
 def test_on_a_gpu_every_text_is_that_of_its_prompt_alone(shape) -> None:
-    """The decode kernel, the copies of pages, and steps that are launched before one is read."""
+    """The decode kernel, page copies, steps launched ahead."""
     model = lively(block_size=64, **SHAPES[shape]).cuda()
     lengths = (5, 1, 9, 5, 16, 12, 3, 7, 2, 20)
     prompts: list[Tensor] = [tokens(1, T, seed=i)[0] for i, T in enumerate(lengths)]

@@ -74,7 +74,6 @@ given_values = st.fixed_dictionaries({}, optional=VALID)
 
 
 def as_words(name: str, value: Any, spelling: str) -> list[str]:
-    """An option in one of its spellings."""
     if name == "start":
         return [word for text in value for word in as_words("", text, spelling.replace("{}", name))]
     text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
@@ -90,7 +89,7 @@ def config_file(folder: Path, text: str, name: str = "c.py") -> str:
 @settings(deadline=None)
 @given(given_values, given_values, st.sampled_from(["--{}", "{}"]))
 def test_a_file_and_the_command_line_are_what_was_written(in_file, on_line, spelling) -> None:
-    """The command line wins; each value has its place."""
+    """The command line wins."""
     lines = [f"{name} = {value!r}" for name, value in in_file.items()]
     with tempfile.TemporaryDirectory() as folder:
         path = config_file(Path(folder), "\n".join(['"""Doc."""', "import time", *lines]))
@@ -127,7 +126,7 @@ COMMANDS = [TrainConfig, SampleConfig, ExplainConfig, PrepareConfig, *MODES.valu
 
 @pytest.mark.parametrize("cls", COMMANDS)
 def test_every_default_of_every_command_may_be_given(cls: type, tmp_path: Path) -> None:
-    """On the command line, in a file and in JSON."""
+    """On the command line, in a file, in JSON."""
     values = dataclasses.asdict(cls())
     lines = [f"{name} = {value!r}\n" for name, value in values.items()]
     given_values = [(name, value) for name, value in values.items() if value != ()]
@@ -179,7 +178,7 @@ def test_a_typo_is_an_error_with_the_nearest_name(tmp_path: Path) -> None:
             read(Config, argv)
 
 
-@settings(deadline=None)  # it reads a file
+@settings(deadline=None)
 @given(st.integers(1, 99), st.integers(1, 99), st.text("ab'\"{\n\\", max_size=9))
 def test_expressions_are_what_python_makes_of_them(a: int, b: int, text: str) -> None:
     lines = [f"n_layer = {a}", f"window: int = {b} * n_layer + int(rate) - min({a}, -{b}, 0)",
@@ -292,7 +291,7 @@ def test_a_closed_pipe_is_quiet_and_a_full_disk_one_line(to: str, code: int) -> 
     ("2> err | true", 0, 1), ("2> /dev/full > out", 1, 0), ("> /dev/full 2>&1", 0, 0),
     ("<&- >&- 2>&-", 0, 0)])
 def test_a_lasting_command_ends_well_without_its_streams(to, out, err, tmp_path: Path) -> None:
-    """One warning on the other stream, and none in the files that it writes."""
+    """One warning on the other stream, none in files."""
     program = """import sys, time
 def main():
     with open(sys.argv[1] + "/result", "w") as f:
@@ -326,7 +325,7 @@ def test_texts_steer_no_terminal_and_pipes_have_them_as_they_are(lasting: bool) 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("early", [True, False])
 def test_signals_are_one_line_and_their_exit_code(signum: int, early: bool) -> None:
-    """During the imports a signal ends the process; a shell has the same exit code."""
+    """Signals during imports too, with a shell's exit code."""
     done = python(f"""
 import os, time
 from dataclasses import dataclass
@@ -357,7 +356,7 @@ KILL = "import os, signal\ntry: os.kill(os.getpid(), signal.SIGINT)\nexcept Base
     "train.py", "-m checkpoint export x", "sample.py", "explain.py", "bench_mfu.py",
     "-m bench.compare x", "-m bench.evaluate"], 2))
 def test_an_interrupt_is_not_lost(line: str, tmp_path: Path) -> None:
-    """Also where an import would catch it: here that of torch."""
+    """Even if an import would catch it."""
     (tmp_path / "torch.py").write_text(KILL)
     done = subprocess.run([sys.executable, *line.split()], capture_output=True, text=True, cwd=ROOT,
                           env=os.environ | {"PYTHONPATH": str(tmp_path)})

@@ -1,4 +1,4 @@
-"""Checkpoints of runs: saved by any number of processes, loaded by any other; damage is named."""
+"""Checkpoints saved by any number of processes, loaded by any other."""
 
 from __future__ import annotations
 
@@ -42,12 +42,10 @@ LETTERS = CharTokenizer("abcdefghijklmnopqrs")
 
 
 class Run:
-    """A run like train.py's, of this process and the others of its group."""
-
     best_loss = float("inf")
 
     def __init__(self, out: Path | str, kind: str = "one", seed: int = 0) -> None:
-        """kind: "one", "muon", "ddp", "fsdp", or "hybrid", where 2 processes share one copy."""
+        """kind: "one", "muon", "ddp", "fsdp", "hybrid" (2 processes share a copy)."""
         torch.manual_seed(seed)
         alone, optimizer = kind in ("one", "muon"), "muon" if kind == "muon" else "adamw"
         world = 1 if alone else dist.get_world_size()
@@ -70,7 +68,7 @@ class Run:
         self.step = 0
 
     def train(self, steps: int) -> Run:
-        """Train on sharded batches and evaluate: FSDP then leaves the root's parameters whole."""
+        """And evaluate: FSDP then leaves the root's parameters whole."""
         size, rank = self.distributed.world_size, self.distributed.rank
         self.losses: list[float] = []
         for _ in range(steps):
@@ -101,7 +99,7 @@ class Run:
         return self
 
     def whole(self) -> dict[str, Tensor]:
-        """Weights and optimizer, whole, copied."""
+        """Weights and optimizer, copied."""
         flat: dict[str, Any] = tensors(self.model, self.optimizer)
         return {
             name: (t.full_tensor() if hasattr(t, "full_tensor") else t).clone()
@@ -117,7 +115,7 @@ def same(got: dict[str, Tensor], want: dict[str, Tensor]) -> bool:
 
 
 def train_and_save(rank: int, n: int, folder: str, *kinds: str) -> dict[str, dict[str, Tensor]]:
-    """Weights and optimizer of each kind of run after 3 steps."""
+    """Weights and optimizer after 3 steps."""
     held = {}
     for kind in kinds:
         r = Run(f"{folder}/{kind}", kind).train(3)
@@ -141,7 +139,6 @@ def train_in(n: int, folder: Path, *kinds: str) -> Saved:
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    """Runs of one and of two processes."""
     folder = tmp_path_factory.mktemp("two")
     return train_in(1, folder, "one", "muon") | train_in(2, folder, "ddp", "fsdp")
 
@@ -153,7 +150,7 @@ def all_kinds(two: Saved, tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 
 def load_and_go_on(rank: int, n: int, kind: str, saved: Path) -> dict[str, list[float]]:
-    """The next 20 losses after each checkpoint; asserts that all values are restored."""
+    """The next 20 losses; asserts that all values are restored."""
     losses = {}
     for of, (out, want) in torch.load(saved).items():
         r = Run(out, kind, seed=5).load()
@@ -176,7 +173,7 @@ def test_any_number_of_processes_loads_all_bits_and_goes_on(kind, n, all_kinds, 
 
 
 def read_on_one(rank: int, n: int, out: str) -> tuple[bool, str, str]:
-    """(random numbers are restored, the errors if process 1 cannot read, and has no folder)."""
+    """(random numbers are restored, errors of process 1: unreadable, no folder)."""
     r = Run(f"{out}/shared", "fsdp")
     torch.manual_seed(rank)
     r.save()
@@ -204,7 +201,7 @@ def test_if_one_process_cannot_read_or_write_all_fail(tmp_path):
 
 
 def killed_at(rank: int, n: int, out: str, bad: int, at: int) -> list[str]:
-    """Save step 1, be killed in the save of step 2; return the operations."""
+    """Be killed in the save of step 2; return the operations."""
     r = Run(out, "fsdp").train(1)
     r.save()
     r.train(1)
@@ -248,18 +245,18 @@ ODD = 'it\'s "out"\n\x1b[31m $x'  # a name of a folder
 
 @pytest.fixture
 def out(kind: str, two: Saved, tmp_path: Path) -> Path:
-    """The folder of a run of this kind; to be damaged."""
+    """A run's folder, to damage."""
     return Path(shutil.copytree(two[kind][0], tmp_path / ODD))
 
 
 def read_all(out: Path, kind: str = "one") -> dict[str, Tensor]:
-    """Restore the newest checkpoint into another run, and load its model."""
+    """Restore the newest checkpoint, and load its model."""
     checkpoint.load(checkpoint.latest(out)).model()
     return Run(out, kind, seed=5).load().whole()
 
 
 def versions(path: Path, how: str, blown: Path) -> list[bytes | None]:
-    """The file's content with a damage of this kind; None: no file."""
+    """The damaged content; None: no file."""
     content = path.read_bytes()
     n = len(content)
     if how == "flipped":
@@ -277,7 +274,7 @@ def versions(path: Path, how: str, blown: Path) -> list[bytes | None]:
 @pytest.mark.parametrize("how", ["flipped", "cut", "another"])
 @pytest.mark.parametrize("kind", ["one", "fsdp"])
 def test_a_damaged_file_is_one_sentence_that_names_it(kind, how, out, two, tmp_path, caplog):
-    """JSON that was changed and still fits is a warning: people edit it."""
+    """JSON that still fits is a warning."""
     want, folder, blown = two[kind][1], checkpoint.latest(out), tmp_path / "blown"
     for path in [p for p in folder.rglob("*") if p.is_file()]:
         good = path.read_bytes()
@@ -308,7 +305,7 @@ MOMENT = "optimizer.transformer.wte.weight.exp_avg"
 
 
 def moment(content: Any, change: Any) -> None:
-    """Change the momenta of all parameters that are matrices."""
+    """Change the momenta of matrices."""
     for state in content["optimizer"]["state"].values():
         name = "exp_avg" if "exp_avg" in state else "momentum_buffer"
         state[name] = change(state[name]) if state[name].dim() == 2 else state[name]
@@ -347,7 +344,7 @@ INDEXES: list[Callable[[Any], Any]] = [
     *(("fsdp", edit) for edit in INDEXES),
 ])
 def test_contents_that_do_not_fit_are_refused(kind, edit, out):
-    """Though every file can be read, and no checksum is there."""
+    """Without checksums."""
     folder = checkpoint.latest(out)
     path = folder / ("shards/index.json" if kind == "fsdp" else "optimizer.pt")
     content = json.loads(path.read_text()) if kind == "fsdp" else torch.load(path)

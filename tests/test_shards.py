@@ -1,4 +1,4 @@
-"""Files of other programs, read where they lie: .bin shards; nanoGPT's data folders and ckpt.pt."""
+"""Other programs' files: .bin shards; nanoGPT's data folders and ckpt.pt."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("remembered_probes")
 
 
 def write(path: Path, tokens: Any, header: bool = True) -> None:
-    """Write a file as llm.c does, or nanoGPT."""
+    """As llm.c, or nanoGPT."""
     head = np.zeros(256, "<i4")
     head[:3] = 20240520, 1, len(tokens)
     body = np.asarray(tokens, "<u2").tobytes()
@@ -51,7 +51,7 @@ def refused(source: Path, out: Path) -> str:
 def test_batches_are_those_of_one_file(
     tmp_path_factory: pytest.TempPathFactory, header: bool, sizes: list[int], T: int, seed: int
 ) -> None:
-    """However the tokens are cut into files: the same sequences, over their borders too."""
+    """Also over the files' borders."""
     folder = tmp_path_factory.mktemp("shards")
     tokens = np.arange(sum(sizes) + T + 1, dtype=np.uint16)
     parts = np.split(tokens, np.cumsum(sizes))
@@ -75,7 +75,7 @@ def test_batches_are_those_of_one_file(
 
 @pytest.fixture
 def fw(tmp_path: Path) -> Path:
-    """Two training shards and one of validation, and the dataset "fw" of them."""
+    """The dataset "fw" of three shards."""
     draw = np.random.default_rng(0)
     for name in ("fw_val_000", "fw_train_001", "fw_train_002"):
         write(tmp_path / f"{name}.bin", draw.integers(50257, size=600))
@@ -107,7 +107,7 @@ def test_a_file_that_changed_since_is_named(fw: Path, change: str, name: str) ->
         path.write_bytes(content + b"ab" if change == "longer" else content[:-2] + b"ab")
         os.utime(path, ns=(0, 0))
     assert name in refusal(run(fw, fw / "out", **TINY))
-    if "train" in name:  # a run that is under way
+    if "train" in name:
         with pytest.raises(UserError, match=name):
             [*batches.prefetch(0, 3)]
     made_again = prepare(fw / "fw_*.bin", fw / "fw")[0] == 0
@@ -163,7 +163,7 @@ def test_new_files_are_taken_in_and_their_tokens_checked(fw: Path) -> None:
 
 
 def test_a_token_outside_the_vocabulary_is_found_when_it_is_read(tmp_path: Path) -> None:
-    """In large splits not every place is checked before."""
+    """Large splits are not checked whole before."""
     i, N = 2**17, 2**26
     for head in ([20240520, 1, N, *[0] * 253], []):  # of llm.c and nanoGPT
         folder = tmp_path / str(len(head))

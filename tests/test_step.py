@@ -1,4 +1,4 @@
-"""A training step beside its mathematics: waits for the device, and breaks of its graph."""
+"""A training step's waits for the device, and graph breaks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ kinds = pytest.mark.parametrize("dtype, residual", few(KINDS), ids=map(" ".join,
 
 
 class Watch(TorchDispatchMode):
-    """Notes which numbers the host reads, by where they lie."""
+    """Notes the host's reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,8 +43,6 @@ class Watch(TorchDispatchMode):
 
 
 class Step:
-    """A model, and steps of it by train.train_step."""
-
     def __init__(self, dtype: str, residual: str, micro: int = 1, **changes: Any) -> None:
         torch.manual_seed(0)
         config: Any = {"bias": False, "attention_backend": "sdpa", **changes}
@@ -65,7 +63,7 @@ class Step:
                           self.micro, 1.0, self.bad)
 
     def watched(self) -> Watch:
-        """What happens in the second step; in the first AdamW makes its state."""
+        """The second step; in the first AdamW makes its state."""
         self()
         with Watch() as watch:
             loss = self()
@@ -75,7 +73,7 @@ class Step:
 
 @pytest.mark.parametrize("noise, clipped", [(0.3, True), (0.02, False)])
 def test_steps_are_those_of_plain_pytorch(noise, clipped) -> None:
-    """The mean over micro-batches, clipped; AdamW decays the matrices, but no biases and norms."""
+    """AdamW decays the matrices, not biases and norms."""
     step, config = Step("float32", "float32", 2, bias=True), TrainConfig()
     for group in step.optimizer.param_groups:
         group["eps"] = 1e-4  # else it enlarges the noise of a key bias's gradient
@@ -101,7 +99,6 @@ def test_steps_are_those_of_plain_pytorch(noise, clipped) -> None:
 @kinds
 @pytest.mark.parametrize("micro", [1, 3])
 def test_a_step_never_asks_the_device(dtype, residual, micro):
-    """What the host reads, it has to wait for."""
     assert Step(dtype, residual, micro).watched().reads == []
 
 
@@ -116,7 +113,7 @@ def write_tokens(folder: Path) -> None:
 
 
 def test_between_log_lines_train_asks_for_nothing_but_the_flag_of_the_cpu(tmp_path, monkeypatch):
-    """On the CPU it looks at `bad` after every step: nobody waits there. On a GPU it does not."""
+    """The CPU reads `bad` after every step, a GPU does not."""
     write_tokens(tmp_path)
     config = TrainConfig(
         out_dir=str(tmp_path / "out"), dataset="tiny", data_dir=str(tmp_path), n_layer=1, n_head=2,

@@ -36,7 +36,7 @@ def test_only_the_cores_that_it_may_use_are_looked_at(mine, share, monkeypatch) 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="it reads Linux's /proc/stat")
 def test_on_a_busy_machine_idle_threads_sleep_unless_the_user_says_so() -> None:
-    """By programs that run while every core spins."""
+    """While every core spins."""
     spin = [sys.executable, "-c", "while True: pass"]
     unset = {n: x for n, x in os.environ.items() if n not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
     cases = [({}, "passive"), ({"OMP_WAIT_POLICY": "active"}, "active"),

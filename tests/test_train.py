@@ -1,7 +1,4 @@
-"""The training loop: what a step does, what a run says, and where one begins.
-
-`run` and `make_data` serve the other tests of whole runs too; what is refused: test_refusals.py.
-"""
+"""The training loop. `run` and `make_data` serve other tests too; refusals: test_refusals.py."""
 
 from __future__ import annotations
 
@@ -49,7 +46,7 @@ TINY: dict[str, Any] = {
 
 
 def make_data(folder: Path, text: str = TEXT) -> Path:
-    """A data_dir with the dataset "tiny"."""
+    """With the dataset "tiny"."""
     folder.mkdir(parents=True, exist_ok=True)
     source = folder / "text.txt"
     source.write_text(text, encoding="utf-8")
@@ -66,8 +63,6 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass(frozen=True)
 class Run:
-    """What an entry point gave back."""
-
     code: int
     out: str
     err: str
@@ -86,11 +81,7 @@ class Run:
 
 
 def enter(main: Callable[[list[str]], int], argv: list[str]) -> tuple[int, str, str]:
-    """Run an entry point's main in this process as `python <file>.py` would.
-
-    Returns:
-        exit code, stdout, stderr.
-    """
+    """Run an entry point like `python <file>.py`: exit code, stdout, stderr."""
     handlers = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     threads = torch.get_num_threads()
     out, err = io.StringIO(), io.StringIO()
@@ -112,7 +103,6 @@ def enter(main: Callable[[list[str]], int], argv: list[str]) -> tuple[int, str, 
 
 
 def argv(data_dir: Path, out: Path, **changes: Any) -> list[str]:
-    """The command line of a tiny run."""
     knobs = {**TINY, "data_dir": data_dir, "dataset": "tiny", "out_dir": out, **changes}
     return [f"--{name}={value}" for name, value in knobs.items()]
 
@@ -128,7 +118,7 @@ def run(data_dir: Path, out: Path, **changes: Any) -> Run:
 
 
 def refusal(r: Run) -> str:
-    """The error message, on one line; the exit code must be 2."""
+    """One line; the exit code must be 2."""
     assert r.code == 2 and "Traceback" not in r.out + r.err, (r.code, r.out, r.err)
     return " ".join(r.err.replace("│", " ").split())
 
@@ -141,7 +131,7 @@ def config(**changes: Any) -> TrainConfig:
 @pytest.mark.parametrize("last", [None, 1, 2, 5, 20])
 @pytest.mark.parametrize("low", [None, 0.0, 0.3])
 def test_the_rate_rises_in_a_line_falls_as_a_cosine_and_stays(warmup, last, low):
-    """In closed form; no step is lost to a rate of 0, and without a decay it is constant."""
+    """In closed form; no rate is 0."""
     how = config(learning_rate=2.0, min_lr=low, warmup_iters=warmup, max_iters=15,
                  lr_decay_iters=last)
     end, floor = 15 if last is None else last, 0.2 if low is None else low
@@ -176,7 +166,6 @@ def tensors(seed: int) -> list[Tensor]:
 
 
 def state_of(optimizer: torch.optim.Optimizer, params: list[Tensor]) -> list[Tensor]:
-    """Copies of the weights and of all that the optimizer keeps."""
     kept = [t for p in params for _, t in sorted(optimizer.state[p].items())]
     return [t.detach().clone() for t in [*params, *kept]]
 
@@ -207,7 +196,7 @@ def test_an_update_is_clip_grad_norm_and_then_adamw(fused, clip):
 
 @pytest.mark.parametrize("clip, length", [(1.0, 1.0), (9.0, 5.0), (0.0, 5.0)])
 def test_scaled_gradients_are_clipped_by_their_own_norm(clip, length):
-    """Whatever the scale of the loss is: here 65,536."""
+    """At a loss scale of 65,536."""
     weight, scaler = torch.nn.Parameter(torch.zeros(2)), torch.amp.GradScaler("cpu")
     scaler.scale((weight * torch.tensor([3.0, 4.0])).sum()).backward()
     optimizer: Any = torch.optim.SGD([weight], lr=1.0)  # it moves by the gradient itself
@@ -220,7 +209,7 @@ def test_scaled_gradients_are_clipped_by_their_own_norm(clip, length):
 @pytest.mark.parametrize("where", ["gradient", "loss"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_never_reaches_the_weights(fused, scaled, where, value):
-    """And is noted for good: the loop may look steps later. float16's gradients may overflow."""
+    """It is noted: the loop may look steps later."""
     params = [p.requires_grad_() for p in tensors(0)]
     optimizer, bad = adamw(params, fused=fused), torch.zeros(())
     scaler = torch.amp.GradScaler("cpu", enabled=scaled)
@@ -297,7 +286,7 @@ def test_a_compiled_run_gives_the_same_losses(data_dir, tmp_path):
 
 
 def test_an_evaluation_uses_the_same_windows_and_no_dropout(data_dir, tmp_path):
-    """Weights that stay: each evaluation gives the same bits, while the training loss moves."""
+    """Constant weights: equal bits."""
     r = run(data_dir, tmp_path / "out", learning_rate=1e-30, dropout=0.3, eval_interval=2,
             eval_on_start=True)
     found = r.evaluations()
@@ -307,7 +296,7 @@ def test_an_evaluation_uses_the_same_windows_and_no_dropout(data_dir, tmp_path):
 
 
 def test_an_evaluation_is_the_mean_over_its_windows(data_dir, tmp_path):
-    """--eval_only gives it again, and writes nothing."""
+    """--eval_only gives it again."""
     out = tmp_path / "out"
     found = run(data_dir, out, eval_iters=3, eval_interval=8).evaluations()[8]
     model = checkpoint.load(checkpoint.latest(out)).model().eval()
@@ -326,7 +315,7 @@ def test_an_evaluation_is_the_mean_over_its_windows(data_dir, tmp_path):
 
 
 def test_a_sample_at_the_end(data_dir, tmp_path):
-    """The same each time; also of a text without line breaks."""
+    """Also of a text without line breaks."""
     flat = make_data(tmp_path / "data", TEXT.replace("\n", " "))
     texts = enumerate((data_dir, data_dir, flat))
     runs = [run(text, tmp_path / str(i), sample_tokens=20) for i, text in texts]
@@ -338,7 +327,7 @@ def test_a_sample_at_the_end(data_dir, tmp_path):
 
 
 def mean_loss(model: Any, data_dir: Path, block: int = 16, vocab_size: int = 64) -> float:
-    """The validation loss of 2 batches of 4."""
+    """2 batches of 4."""
     tokens = data.load(data_dir / "tiny", "val", block, vocab_size)
     x, y = next(data.eval_batches(tokens, block, 1, 8))
     with torch.no_grad():
@@ -353,7 +342,7 @@ def first_loss(data_dir: Path, out: Path, **changes: Any) -> float:
 
 
 def test_from_a_checkpoint_folder(data_dir, tmp_path):
-    """The window of the weights is kept where none is asked for, also in a run that goes on."""
+    """Its window stays unless another is given, also when resumed."""
     one = run(data_dir, tmp_path / "one", n_layer=2, attention_window=3)
     last, out = checkpoint.latest(tmp_path / "one"), tmp_path / "1"
     assert checkpoint.load(last).model().config.attention_window == 3
@@ -365,7 +354,7 @@ def test_from_a_checkpoint_folder(data_dir, tmp_path):
 
 
 def nanogpt_file(path: Path, model: GPT) -> Path:
-    """What nanoGPT's train.py saves of a compiled model."""
+    """As nanoGPT saves a compiled model."""
     weights = {f"_orig_mod.{k}": v for k, v in model.state_dict().items()}
     weights["_orig_mod.lm_head.weight"] = weights["_orig_mod.transformer.wte.weight"]
     mask = torch.ones(1, 1, model.config.block_size, model.config.block_size).tril()
@@ -427,7 +416,7 @@ def test_the_seed_is_of_weights_batches_and_dropout(data_dir, tmp_path):
 def test_a_loss_that_is_not_finite_stops_the_run(
     how, dtype, log_interval, data_dir, tmp_path, monkeypatch
 ):
-    """With float16 a gradient that overflows is daily bread: its step is left out, no more."""
+    """An overflowing float16 gradient only skips its step."""
     out = tmp_path / "out"
     forward, calls, before = GPT.forward, [], {}
 
@@ -495,7 +484,7 @@ def test_the_device_that_is_picked(cuda, mps, wanted, device, monkeypatch):
 
 @pytest.mark.parametrize("wanted, saved", [("auto", "float32"), ("autocast", "autocast")])
 def test_what_auto_means_is_decided_once(data_dir, tmp_path, wanted, saved):
-    """The checkpoint has the decision, which a resumed run keeps; an old one may have "auto"."""
+    """Resumed runs keep the checkpoint's; an old one may have "auto"."""
     run(data_dir, tmp_path, max_iters=1, dtype="bfloat16", residual_dtype=wanted)
     settings = tmp_path / "step-00000001/settings.json"
     found = json.loads(settings.read_text(encoding="utf-8"))
@@ -533,7 +522,7 @@ def test_a_large_vocabulary_is_rounded_up_and_a_small_one_is_not(V, rows):
 
 
 def test_no_time_is_printed_that_was_not_measured(data_dir, tmp_path):
-    """The first steps allocate: the lines of a run of two steps have no ms and no MFU."""
+    """Two steps have no ms and no MFU."""
     r = run(data_dir, tmp_path, max_iters=2)
     assert r.code == 0 and " ms" not in r.out and not any("ms" in row for row in r.rows)
     again = run(data_dir, tmp_path, max_iters=1, init_from="resume")
@@ -546,7 +535,7 @@ def test_no_time_is_printed_that_was_not_measured(data_dir, tmp_path):
 def test_a_busy_machine_leaves_mfu_out_of_the_lines_and_says_why_once(
     busy, peak, shown, data_dir, tmp_path, monkeypatch
 ):
-    """Of a peak that was measured; a given one is the user's."""
+    """If the peak was measured."""
     waits = itertools.count(0.0, 1e6 * busy)  # seconds without a core, at each look
     monkeypatch.setattr(metrics, "waited", lambda: next(waits))
     monkeypatch.setattr(flops, "measured_tflops", lambda *device: 1e6)
@@ -559,7 +548,6 @@ def test_a_busy_machine_leaves_mfu_out_of_the_lines_and_says_why_once(
 
 
 def test_a_step_is_profiled_as_it_runs(data_dir, tmp_path):
-    """A table by classes and a trace; the losses stay the same."""
     plain, seen = (run(data_dir, tmp_path / str(n), profile_step=n) for n in (None, 4))
     assert seen.code == 0 and seen.losses() == plain.losses()
     lines = seen.out.splitlines()

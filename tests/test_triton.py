@@ -1,7 +1,7 @@
-"""Triton's kernels beyond the matrix of test_attention.py: what is not read, dropout, offsets past
-32 bits, other backward kernels; and compiled for GPUs that are not here (ptxas.py).
+"""Triton's kernels beyond test_attention.py: unread tiles, dropout, 64-bit offsets, other backward
+kernels; compiled for other GPUs.
 
-Without CUDA the kernels run in Triton's interpreter, slowly: the shapes here are small.
+Without CUDA they run in the interpreter: shapes are small.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def tiles(monkeypatch: pytest.MonkeyPatch) -> Any:
     pytest.param(case, id=case.name, marks=CI if n else []) for n, case in enumerate(matrix.cases(
         "window16-48 H1 Hkv1 D16 B1, 48 H1 Hkv1 D16 B1, many-64 H1 Hkv1 D16 B1"))])
 def test_tiles_that_no_row_sees_are_not_read(tiles, case: Case) -> None:
-    """0 * NaN is NaN: a masked V, or dO, that is read shows in the result."""
+    """0 * NaN is NaN: a read would show."""
     tiles(16, 16)
     T, b, spec, given = case.Tk, 16, case.spec("float32"), matrix.inputs(case, "float32")
     want = run(attend, given, spec)
@@ -85,10 +85,8 @@ def test_tiles_that_no_row_sees_are_not_read(tiles, case: Case) -> None:
 
 
 def test_offsets_beyond_32_bits() -> None:
-    """Batch 1 begins 2^31 numbers after batch 0; and rows so far apart that row 256 does.
-
-    The 4 GB are reserved and, but for the pages written, never touched (on a CPU).
-    """
+    """Batch 1 begins 2^31 numbers after batch 0, or row 256 does. Of the 4 GB few pages are touched
+    (on a CPU)."""
     room = torch.empty(2**31 + 2**24, dtype=torch.float16, device=DEVICE)
     far_batch = [room[n * 512 :].as_strided((2, 16, 1, 16), (2**31, 16, 16, 1)) for n in range(4)]
     far_rows = [room[n * 512 :].as_strided((1, 258, 1, 16), (0, 2**23, 16, 1)) for n in range(4)]
@@ -115,8 +113,7 @@ def revealed(spec: Spec, B: int, seed: int) -> Tensor:
 
 
 def test_what_a_tile_has_past_the_last_query_overflows_nowhere() -> None:
-    """ALiBi's scores grow with the distance where queries come before every key, and by slopes
-    below 0."""
+    """ALiBi's scores grow for queries before every key, and slopes below 0."""
     case = Case("steep", 33, 17, right=9, alibi=True, B=1, H=2, Hkv=2, D=16)
     spec, given = case.spec("float32"), matrix.inputs(case, "float32", DEVICE)
     given = given._replace(alibi_slopes=torch.tensor([9.0, -9.0], device=DEVICE))
@@ -218,7 +215,6 @@ SHOWN: list[ptxas.Case] = [  # one cell of the table for each GPU
 
 
 def test_the_table_has_the_tiles_that_would_run_and_they_fit() -> None:
-    """python tests/ptxas.py writes it."""
     bare = re.sub(r": \d+ registers, [^|]*?(?= \|)", "", PAGE)
     assert ptxas.table(lambda case: ptxas.words_of(ptxas.tile_of(case))) in bare
     rows = [row.split("|")[2:] for row in PAGE.splitlines() if "registers, " in row]
@@ -230,7 +226,7 @@ def test_the_table_has_the_tiles_that_would_run_and_they_fit() -> None:
 
 @pytest.mark.slow
 def test_the_kernels_compile_for_real_gpus_and_fit_them() -> None:
-    """The usual ones, with features; with other tiles, and by TMA descriptors."""
+    """With features, other tiles, TMA descriptors."""
     import triton
 
     if tuple(int(n) for n in triton.__version__.split(".")[:2]) < (3, 3):

@@ -1,4 +1,4 @@
-"""Processes that are killed, freeze or fail: torchrun ends the others, and the rank is named."""
+"""Killed, frozen or failed processes: torchrun ends the others, the rank is named."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import checkpoint
 from core.metrics import read
 
 pytestmark = pytest.mark.slow
-# train.py with a rank that fails in its own way before one of its steps.
+# train.py with a rank that fails.
 FAULTY = """
 import os, signal, sys
 import torch, train
@@ -48,7 +48,7 @@ exit_on_user_error(lambda: record(train.main)(sys.argv[4:]))
 def torchrun(
     folder: Path, fault: str, victim: int, line: list[str], *how: str, at: Sequence[int] = (5,)
 ) -> tuple[int, str]:
-    """Two processes, of which one fails at a step of each attempt: (exit code, output)."""
+    """One of two processes fails at a step of each attempt: (exit code, output)."""
     script = folder / "faulty.py"
     script.write_text(FAULTY, encoding="utf-8")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
@@ -107,7 +107,7 @@ finish = lambda: (time.sleep(9), print("wandb is done", flush=True))
     {"wandb_log": True}, {"attention_backend": "mine.py"},
     {"attention_backend": "mine.py", "parallel": "fsdp", "compile": True}], ids=str)
 def test_a_finished_run_is_not_lost_because_one_rank_is_slow(data_dir, tmp_path, knobs):
-    """In its last work, or in the first evaluation. Compiled shards say that they are compiled."""
+    """In its last work, or the first evaluation."""
     (tmp_path / "mine.py").write_text(KERNEL, encoding="utf-8")
     (tmp_path / "wandb.py").write_text(WANDB, encoding="utf-8")
     line = argv(data_dir, tmp_path / "out", max_iters=6, eval_interval=4, sample_tokens=2,
@@ -121,7 +121,7 @@ def test_a_finished_run_is_not_lost_because_one_rank_is_slow(data_dir, tmp_path,
 
 
 def test_a_restart_goes_on_from_the_last_checkpoint_of_its_own_run(data_dir, tmp_path):
-    """Killed before its first checkpoint it does not resume the earlier run in its folder."""
+    """Not from an earlier run's in the folder."""
     out, knobs = tmp_path / "out", {"max_iters": 8, "eval_interval": 2, "batch_size": 2}
     knobs["gradient_accumulation_steps"] = 2
     earlier = run(data_dir, out, **knobs)

@@ -1,7 +1,7 @@
-"""What pip installs: the package nanoattn, outside of the checkout.
+"""The package nanoattn, outside of the checkout.
 
-`make wheel` builds it, installs it into an environment with its dependencies only, and runs these
-tests with FRESH_PYTHON=that environment's python; at last -k transformers, with that package too.
+`make wheel` installs it into an environment with its dependencies only, and runs these tests with
+FRESH_PYTHON=its python; at last -k transformers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ installed = pytest.mark.skipif(not FRESH, reason="make wheel runs it")
 
 
 def run(folder: Path, *words: str, python: str = str(ROOT / FRESH), path: str = "") -> str:
-    """The output of a Python in this folder; its exit code must be 0."""
+    """Output; the exit code must be 0."""
     env = {**os.environ, "PYTHONPATH": path}
     done = subprocess.run([python, *words], cwd=folder, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -31,7 +31,6 @@ def run(folder: Path, *words: str, python: str = str(ROOT / FRESH), path: str = 
 
 
 def code_of(page: str) -> str:
-    """The first block of Python in a page."""
     text = (ROOT / page).read_text(encoding="utf-8")
     return re.findall(r"```python\n(.*?)```", text, re.S)[0]
 
@@ -63,7 +62,7 @@ def test_the_first_lines_of_attention_md_run(tmp_path: Path) -> None:
 
 @installed
 def test_every_name_and_every_module_imports(tmp_path: Path) -> None:
-    """Except the kernels of triton/, which need Triton."""
+    """Except triton/."""
     modules = {".".join(p.relative_to(ROOT / "attention").with_suffix("").parts)
                for p in files("attention/**/*.py") if "triton" not in p.parts}
     names = (f"nanoattn.{m}" for m in sorted(modules) if "__" not in m)
@@ -73,7 +72,7 @@ def test_every_name_and_every_module_imports(tmp_path: Path) -> None:
 
 @installed
 def test_a_kernel_of_ones_own_is_checked(tmp_path: Path) -> None:
-    """The file of docs/KERNEL.md, right and wrong."""
+    """docs/KERNEL.md's, right and wrong."""
     code = code_of("docs/KERNEL.md")
     words = ["-m", "nanoattn", "check", "chunked.py", "--quick", "--dtype=float32"]
     (tmp_path / "chunked.py").write_text(code, encoding="utf-8")
@@ -85,7 +84,6 @@ def test_a_kernel_of_ones_own_is_checked(tmp_path: Path) -> None:
 
 @installed
 def test_the_lines_of_the_readme_run_with_transformers(tmp_path: Path) -> None:
-    """On a small model of random weights."""
     before = """import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 config = GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=64, n_positions=64)

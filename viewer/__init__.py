@@ -1,1 +1,1 @@
-"""The views of explain.py: document.py is the data, page.py and text.py show it."""
+"""The data (document.py) and views (page.py, text.py) of explain.py."""

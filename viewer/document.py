@@ -1,7 +1,4 @@
-"""The JSON document of explain.py, which page.py and text.py show.
-
-T tokens, L layers, H query heads of D numbers.
-"""
+"""The JSON document of explain.py: T tokens, L layers, H query heads of D numbers."""
 
 from __future__ import annotations
 
@@ -32,25 +29,25 @@ class About(TypedDict):
     n_params: int
     device: str
     dtype: str
-    backend: str  # that ran
-    announced: str  # its description
+    backend: str
+    announced: str
     refused: list[dict[str, Any]]  # name, and why: a list of reasons
     prompt: str
     tokens: list[Token]
-    segments: list[int] | None  # the document of each token
-    windows: list[int | None]  # of each layer: the most keys that a query sees
-    layer: int  # shown first
+    segments: list[int] | None  # of each token
+    windows: list[int | None]  # of each layer, in keys that a query sees
+    layer: int
     head: int
     notes: list[str]
 
 
 class Agreement(TypedDict):
-    """One layer's output compared with manual in float64."""
+    """A layer's output compared with manual in float64."""
 
     error: float  # largest difference
     allowed: float
     agrees: bool
-    heads: list[float]  # errors
+    heads: list[float]
 
 
 class Maps(TypedDict):
@@ -60,15 +57,15 @@ class Maps(TypedDict):
     levels: int  # 65535 or 255
     seen: list[list[list[int]]]  # of each layer: [first, stop) of each query's keys
     layers: list[Agreement]
-    entropy: list[list[float]]  # of each layer and head, in nats: the mean over later queries
+    entropy: list[list[float]]  # in nats, of each layer and head: the mean over later queries
 
 
 class Tiles(TypedDict):
-    """The inputs of the recurrence over tiles, for the first N tokens; C components of D."""
+    """Inputs of the recurrence over tiles, for N tokens; C components of D."""
 
     scores: Packed  # (L, H, N (N + 1) / 2) float32: the lower triangle of S, -inf where masked
     v: Packed  # (L, Hkv, N, C) float32
-    out: Packed  # (L, H, N, C) float32: the output of the kernel that ran
+    out: Packed  # (L, H, N, C) float32
 
 
 class Document(TypedDict):
@@ -78,7 +75,7 @@ class Document(TypedDict):
 
 
 def token_of(id_: int, pieces: list[bytes]) -> Token:
-    """A token; `pieces` has the bytes of each id."""
+    """`pieces`: the bytes of each id."""
     piece = pieces[id_]
     try:
         text = piece.decode() if piece else "<end of text>"

@@ -1,7 +1,5 @@
-"""Attention maps P = softmax(Q K^T / sqrt(D)), which a fused kernel never materializes.
-
-Hooks capture the q, k and v of each layer; attention.weights() recomputes P, tiled.py the scores S.
-"""
+"""Attention maps P = softmax(Q K^T / sqrt(D)), from q, k and v by hooks: fused kernels never
+materialize P."""
 
 from __future__ import annotations
 
@@ -21,15 +19,15 @@ from attention.truth import allowed_error
 from model import GPT
 from viewer.document import Agreement, Maps, Tiles, pack
 
-FINE = 5_000_000  # weights stored in 16 bits, else in 8; GPT-2 at 256 tokens has 4.7 million
-MOST_SCORES = 1_000_000  # stored, 4 MB: GPT-2 at 117 tokens
-COMPONENTS = 4  # of v and the output
-EARLY = 8  # queries that see few keys: their entropy is low in any head
+FINE = 5_000_000  # stored in 16 bits, more in 8
+MOST_SCORES = 1_000_000  # stored, 4 MB
+COMPONENTS = 4  # of v and out
+EARLY = 8  # queries that see few keys: low entropy in any head
 
 
 @dataclass(frozen=True)
 class Call:
-    """The inputs and output of one layer's attention. One sequence: B = 1."""
+    """A layer's attention, of one sequence."""
 
     q: Tensor  # (1, T, H, D)
     k: Tensor  # (1, Tk, Hkv, D)
@@ -41,7 +39,7 @@ class Call:
 
 @contextmanager
 def watched(model: GPT) -> Iterator[list[Call]]:
-    """A list to which each layer appends a Call while the model runs inside."""
+    """A list to which each layer appends a Call."""
     calls: list[Call] = []
 
     def hook(module: nn.Module, args: tuple[Any, ...]) -> tuple[object, ...]:
@@ -80,7 +78,7 @@ def maps(calls: list[Call]) -> Maps:
 
 
 def tiles(calls: list[Call]) -> Tiles:
-    """The scores of all heads, and some components of v and out, for the page's recurrence."""
+    """The scores of all heads, and some components of v and out."""
     T, H = calls[0].q.shape[1:3]
     pairs = MOST_SCORES // (len(calls) * H)
     N = min(T, (math.isqrt(8 * pairs + 1) - 1) // 2)  # N (N + 1) / 2 pairs
@@ -101,7 +99,7 @@ def tiles(calls: list[Call]) -> Tiles:
 
 
 def scores(call: Call, N: int) -> Tensor:
-    """S of every head for the first N tokens, (H, N, N) float32: tiled's only tile of that size."""
+    """S of each head, (H, N, N) float32: tiled's only tile of that size."""
     found: list[Tensor] = []
     options: dict[str, Any] = {name: t.cpu() for name, t in call.options.items()}
     if "segments" in options:
@@ -113,7 +111,7 @@ def scores(call: Call, N: int) -> Tensor:
 
 
 def weights(call: Call) -> Tensor:
-    """P of every head, (H, T, T) float32."""
+    """(H, T, T) float32."""
     spec = replace(call.spec, dtype="float32")
     return attention.weights(call.q.float(), call.k.float(), spec, **call.options)[0]
 
@@ -127,7 +125,6 @@ def seen(T: int, call: Call) -> list[list[int]]:
 
 
 def agreement(call: Call) -> Agreement:
-    """One layer's output compared with manual in float64."""
     device = "cpu" if call.q.device.type == "mps" else call.q.device  # Metal has no float64
     q, k, v = (t.to(device).double() for t in (call.q, call.k, call.v))
     options = {name: t.to(device) for name, t in call.options.items()}

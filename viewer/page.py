@@ -1,7 +1,5 @@
-"""Render a document (document.py) as one HTML file, safe for any prompt.
-
-The page inserts text as text, and its content security policy allows only its own script.
-"""
+"""Render a document as one HTML file, safe for any prompt: inserted as text, and the content
+security policy allows only the page's own script."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ SCRIPTS = ("page_common.js", "page_tiles.js", "page_maps.js")
 
 
 def render(document: Document) -> str:
-    """The page as text, to be written as UTF-8."""
+    """HTML, to be written as UTF-8."""
     css, template = _read("page.css"), _read("page.html")
     js = "\n".join(map(_read, SCRIPTS))
     # No "<": it could end the script block.

@@ -1,4 +1,4 @@
-"""Render a document for a terminal of 80 columns: one layer and head."""
+"""Render one layer and head of a document in 80 columns."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ SHADES = ((0.7, "@"), (0.4, "#"), (0.2, "*"), (0.1, "+"), (0.05, "="), (0.02, "-
 
 
 def render(document: doc.Document) -> str:
-    """The whole document, lines of at most 80 characters."""
     lines = [*head(document), "", *attention_map(document), ""]
     return "\n".join(line[:WIDTH].rstrip() for line in lines)
 

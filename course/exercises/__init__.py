@@ -1,5 +1,4 @@
-"""The exercises: task and starting file are on their page, right answers in answers.md, checks and
-common mistakes in pages_*.py and page_7.py."""
+"""Tasks are on the pages, answers in answers.md; checks here."""
 
 from __future__ import annotations
 
@@ -17,19 +16,17 @@ class Exercise(NamedTuple):
     number: str
     title: str
     task: str
-    start: str  # a file to begin with
-    right: str  # an answer
-    check: Callable[[ModuleType], None]  # raises an error for a wrong answer
+    start: str
+    right: str
+    check: Callable[[ModuleType], None]  # raises for a wrong answer
     mistakes: list[tuple[str, str, str]]  # a text of `right`, the wrong one, the hint
 
     @property
     def names(self) -> list[str]:
-        """The functions that an answer defines."""
         return re.findall(r"^def (\w+)", self.start, re.M)
 
 
 def exercise(number: str) -> Exercise:
-    """Read the exercise of this number from its page."""
     from course.exercises import page_7, pages_1_to_6, pages_8_to_13
 
     course = ROOT / "course"

@@ -3,13 +3,12 @@
     python -m course.exercises                         list them
     python -m course.exercises 4                       print the task of page 4
     python -m course.exercises 4 --start > answer.py   a file to start from
-    python -m course.exercises 4 answer.py             check an answer
+    python -m course.exercises 4 answer.py             execute and check an answer
     python -m course.exercises 4 --answer              print the right answer
-    python -m course.exercises 7.1                     page 7 has six, 7.1 to 7.6
+    python -m course.exercises 7.1                     page 7 has six
     python -m course.exercises grade FOLDER            check a class: JSON, and points on stderr
 
-The exit code is 0 for a right answer, 1 for a wrong one. The answer is executed. In FOLDER each
-student has a folder of answer1.py, ..., answer7.1.py, ... that may import one another.
+Exit code 1: a wrong answer. FOLDER has a folder of answer1.py, ..., answer7.1.py, ... a student.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from core.settings import UserError, exit_on_user_error
 from course.exercises import NUMBERS, exercise
 
 USAGE = "usage: python -m course.exercises [number [--start | --answer | FILE] | grade FOLDER]"
-GRADING_S = 300  # seconds for an answer, in its own process
-RESULT = "COURSE_RESULT"  # environment variable: a file for the result, for grade()
+GRADING_S = 300  # seconds for an answer
+RESULT = "COURSE_RESULT"  # environment variable: grade()'s file
 
 
 def main(argv: Sequence[str]) -> int:
@@ -59,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
     from course.exercises.check import examine
 
     result = os.environ.pop(RESULT, "")
-    sys.path.insert(0, str(answer.resolve().parent))  # an answer may import another one
+    sys.path.insert(0, str(answer.resolve().parent))  # answers may import one another
     why = examine(task, answer)
     if result:
         Path(result).write_text(why or "right", encoding="utf-8")
@@ -68,11 +67,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def grade(folder: Path) -> dict[str, dict[str, object]]:
-    """Return {student: {"points": right answers, "of": exercises, "answers": {number: result}}}."""
+    """{student: {"points": right answers, "of": exercises, "answers": {number: result}}}."""
     if not folder.is_dir():
         raise UserError(f"no such folder: {str(folder)!r}; {USAGE}")
     found: dict[str, dict[str, str]] = {p.name: {} for p in sorted(folder.iterdir()) if p.is_dir()}
-    # The shortest name first: answer1.py before answer1_old.py.
+    # answer1.py before answer1_old.py.
     for path in sorted(folder.rglob("*.py"), key=lambda p: (p.parent, len(p.name), p.name)):
         folders = path.relative_to(folder).parts[:-1]
         if any(name.startswith(".") for name in folders):
@@ -98,7 +97,7 @@ def grade(folder: Path) -> dict[str, dict[str, object]]:
 
 
 def graded(number: str, path: Path) -> str:
-    """Return "right" or the error of an answer, in a process of its own: it may exit or crash."""
+    """Return "right" or the error, from its own process: an answer may exit or crash."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result"
         command = [sys.executable, "-m", "course.exercises", number, str(path)]

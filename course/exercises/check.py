@@ -1,8 +1,5 @@
-"""Check an answer within a time limit, and name its mistake.
-
-A wrong answer has the mistake, a replacement in the right answer, that fails in the same case with
-the same numbers.
-"""
+"""Check an answer within a time limit, and name its mistake: the replacement in the right answer
+that fails in the same case with the same numbers."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ from course.exercises import Exercise
 
 
 class Wrong(AssertionError):
-    """A wrong answer: in which case, and the wrong value if there is one."""
+    """A wrong answer: the case, and the value if there is one."""
 
     def __init__(self, message: str, case: str = "", value: Tensor | None = None) -> None:
         super().__init__(f"{message}, {case}" if case else message)
@@ -38,7 +35,7 @@ class Wrong(AssertionError):
 def examine(
     exercise: Exercise, answer: Path | ModuleType, seconds: float = 60.0
 ) -> str | None:
-    """Check an answer, a Python file or module. Returns None, or the first error."""
+    """None, or the first error of a Python file or module."""
     if exercise.number.startswith("7.") and find_spec("triton") is None:
         return "this exercise needs the package triton: pip install triton"
     found: list[str | None] = []
@@ -47,7 +44,7 @@ def examine(
         error = failure(exercise, answer)
         found.append(None if error is None else describe(error, answer) + hint(exercise, error))
 
-    # A thread: a signal cannot interrupt a long call into torch.
+    # A signal cannot interrupt a long call into torch.
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(seconds)
@@ -55,7 +52,7 @@ def examine(
 
 
 def failure(exercise: Exercise, answer: Path | ModuleType) -> BaseException | None:
-    """Return the error of an answer, which must leave torch and the checker as they are."""
+    """The error, if any; an answer must leave torch and the checker as they are."""
     checker = [m for name, m in sys.modules.items() if name.startswith("course.exercises")]
     before = [(place, dict(vars(place))) for place in (math, torch, *checker)]
     error: BaseException | None = None
@@ -72,13 +69,13 @@ def failure(exercise: Exercise, answer: Path | ModuleType) -> BaseException | No
 
 
 def hint(exercise: Exercise, error: BaseException) -> str:
-    """Return the hint of the mistake that fails in the same way, or ""."""
+    """The hint of the mistake that fails alike, or ""."""
     with tempfile.TemporaryDirectory() as folder:
         for n, (old, new, why) in enumerate([("", "", ""), *exercise.mistakes]):
             path = Path(folder, f"mistake{n}.py")
             path.write_text(exercise.right.replace(old, new), encoding="utf-8")
             fails = failure(exercise, path)
-            if n == 0 and fails is not None:  # the machine is at fault, not the answer
+            if n == 0 and fails is not None:  # the machine's fault
                 return ""
             if alike(error, fails):
                 return f". {why}"
@@ -86,7 +83,7 @@ def hint(exercise: Exercise, error: BaseException) -> str:
 
 
 def alike(a: BaseException, b: BaseException | None) -> bool:
-    """True if both fail in the same way, with the same numbers."""
+    """The same case and numbers."""
     if not isinstance(a, Wrong) or not isinstance(b, Wrong):
         known = isinstance(a, Exception) and not isinstance(a, (AssertionError, NameError))
         return known and type(a) is type(b) and cause(a) == cause(b)
@@ -97,7 +94,7 @@ def alike(a: BaseException, b: BaseException | None) -> bool:
 
 
 def cause(e: BaseException) -> str:
-    """Return the error's first line, without places in a file."""
+    """The first line, without places in a file."""
     return re.sub(r"at \d+:\d+:", "", str(e.__cause__ or e)).strip().partition("\n")[0]
 
 
@@ -113,7 +110,7 @@ def load(path: Path, names: list[str]) -> ModuleType:
 def made_of(*functions: Callable[..., object]) -> ModuleType:
     answer = ModuleType("answer")
     for function in functions:
-        plain = getattr(function, "fn", function)  # of a Triton kernel
+        plain = getattr(function, "fn", function)
         setattr(answer, plain.__name__, function)
         answer.__file__ = plain.__code__.co_filename
     return answer
@@ -129,12 +126,11 @@ def describe(e: BaseException, answer: Path | ModuleType) -> str:
     return f"{type(e).__name__}{at}: {e.__cause__ or e}"
 
 
-# --- for the checks ---
 
 
 def compare(function: Callable[..., object], inputs: Collection[object],
             wanted: dict[str, Tensor], case: str) -> None:
-    """Raise Wrong unless the function, called with copies of the inputs, returns `wanted`."""
+    """Raise Wrong unless the function, with copies of the inputs, returns `wanted`."""
     got = function(*(x.clone() if isinstance(x, Tensor) else x for x in inputs))
     if len(wanted) > 1:
         values = got if isinstance(got, (tuple, list)) else ()
@@ -147,7 +143,7 @@ def compare(function: Callable[..., object], inputs: Collection[object],
 
 
 def same(got: object, want: Tensor, what: str, case: str = "") -> None:
-    """Raise Wrong unless `got` equals `want` up to rounding."""
+    """Raise Wrong unless equal up to rounding."""
     if not isinstance(got, Tensor):
         raise AssertionError(f"{what} must be a tensor, got {type(got).__name__}, {case}")
     got = got.detach()
@@ -162,7 +158,7 @@ def same(got: object, want: Tensor, what: str, case: str = "") -> None:
 
 
 def close(got: Tensor, want: Tensor) -> Tensor:
-    """True within 100 rounding errors of the largest finite number."""
+    """Within 100 rounding errors of the largest finite number."""
     if not want.is_floating_point():
         return got == want
     finite = want.detach().abs().nan_to_num(posinf=0)
@@ -171,7 +167,7 @@ def close(got: Tensor, want: Tensor) -> Tensor:
 
 
 class Forbidding(TorchFunctionMode):
-    """Raise Wrong in this context where a function of PyTorch with one of these names is called."""
+    """Raise Wrong where a PyTorch function of these names is called."""
 
     def __init__(self, *names: str, instead: str) -> None:
         super().__init__()
@@ -196,7 +192,7 @@ def causal(Tq: int, Tk: int, offset: int) -> Tensor:
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-    """Return out (..., Tq, D) over the keys seen (Tq, Tk), and L (..., Tq)."""
+    """Out (..., Tq, D) over the keys seen (Tq, Tk), and L (..., Tq)."""
     S = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(~seen, -math.inf)
     none = ~seen.any(dim=1, keepdim=True)
     P = S.masked_fill(none, 0).softmax(dim=-1).masked_fill(none, 0)
@@ -204,7 +200,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> tuple[Tensor, Te
 
 
 class Live(TorchDispatchMode):
-    """The most numbers that the tensors made in this context hold at one time, and the largest."""
+    """Peak and largest size of new tensors, in numbers."""
 
     def __init__(self) -> None:
         super().__init__()

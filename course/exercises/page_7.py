@@ -1,5 +1,4 @@
-"""The checks of exercises 7.1 to 7.6, with common mistakes. An answer's Triton kernel runs on a GPU
-if there is one, else in Triton's interpreter."""
+"""Checks, on a GPU or in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -26,8 +25,8 @@ LOG2E = math.log2(math.e)
 
 def run(answer: ModuleType, name: str, grid: tuple[int, ...], tensors: dict[str, Tensor],
         want: dict[str, Tensor], *numbers: float, **sizes: int) -> None:
-    """Call kernel `name` with the tensors, zeros for `want`, numbers and sizes. Raises
-    AssertionError unless it writes `want`, and only there: NaN surrounds each tensor."""
+    """Call kernel `name`, with zeros for `want`. Raises AssertionError unless it writes `want`, and
+    only there: NaN surrounds each tensor."""
     kernel = getattr(answer, name)
     assert hasattr(kernel, "run"), f"{name} needs the decorator @triton.jit"
     shapes = (f"{what} {tuple(x.shape)}" for what, x in tensors.items())
@@ -46,7 +45,7 @@ def run(answer: ModuleType, name: str, grid: tuple[int, ...], tensors: dict[str,
 
 
 def rising(seed: int, Tq: int, Tk: int, size: float) -> list[Tensor]:
-    """q, k and v such that the maximum of a row grows block by block."""
+    """q, k and v: the maximum of a row grows block by block."""
     q, k, v = draws(seed, (Tq, D), (Tk, D), (Tk, D))
     return [size * q, k * (1 + torch.arange(Tk)[:, None] // 32), v]
 

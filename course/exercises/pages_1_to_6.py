@@ -1,5 +1,3 @@
-"""The checks of exercises 1 to 6, with common mistakes."""
-
 from __future__ import annotations
 
 from collections import Counter
@@ -165,11 +163,11 @@ TILES = [
 
 
 class Memory:
-    """Main memory, and fast memory for one block each of Q, K and V."""
+    """Main memory, and fast memory for a block each."""
 
     def __init__(self, Tq: int, Tk: int, B_r: int, B_c: int, large: bool, D: int = 4) -> None:
         self.main = dict(zip("QKV", draws(100 * Tq + Tk, (Tq, D), (Tk, D), (Tk, D))))
-        if large:  # scores of rows in hundreds, of others near 0
+        if large:  # rows in hundreds, others near 0
             self.main["Q"] *= 400.0 * (torch.arange(Tq)[:, None] % 2)
         self.rows, self.cols = blocks(Tq, B_r), blocks(Tk, B_c)
         self.fast = {n: torch.empty(B, D) for n, B in zip("QKV", (B_r, B_c, B_c))}
@@ -182,7 +180,7 @@ class Memory:
         assert self.row >= 0, f"load({name!r}, {number}) came before a block of Q"
         self.loads[self.row, name, number] += 1
         block = self.main[name][(self.rows if name == "Q" else self.cols)[number]]
-        return self.fast[name][: len(block)].copy_(block)  # overwrites the block before it
+        return self.fast[name][: len(block)].copy_(block)  # overwrites the last block
 
     def store(self, i: int, O_i: Tensor) -> None:
         assert i not in self.out, f"block {i} of the output is stored twice"

@@ -1,5 +1,3 @@
-"""The checks of exercises 8 to 13, with common mistakes."""
-
 from __future__ import annotations
 
 import math
@@ -12,10 +10,10 @@ from course.exercises.check import Live, Wrong, causal, compare, draws, same
 from model import GPTConfig, rope_rates, rotate
 
 LAZY_CASES: list[tuple[list[list[float]], int, float]] = [  # scores, block, threshold
-    ([[0, 3, 4, 1, 9]], 1, 8.0),  # grows by 3 and 1, then by 5, which is 9 above the m kept
-    ([[0, 20, 21, 50], [0, 1, 2, -math.inf]], 1, 8.0),  # only one of two rows grows
+    ([[0, 3, 4, 1, 9]], 1, 8.0),  # by 3, 1 and 5: 9 above the m kept
+    ([[0, 20, 21, 50], [0, 1, 2, -math.inf]], 1, 8.0),  # one of two rows grows
     ([[0, 20, 20], [0, 5, 12]], 1, 8.0),  # a row below the threshold keeps its m
-    ([[0, 8, 8, 8, 16]], 1, 8.0),  # equal to the threshold: not more
+    ([[0, 8, 8, 8, 16]], 1, 8.0),  # equal: not more
     ([[0, 1, 1, 2]], 1, 0.0),  # the ordinary online softmax
     ([[5.0 * n for n in range(40)]], 1, 8.0),  # small steps, up to 2^195: past float32
 ]
@@ -122,7 +120,7 @@ def ring(answer: ModuleType) -> None:
         compare(answer.join, [O[0], L[0], O[1], L[1]], wanted,
                 f"L = {parts[0]}, L_new = {parts[1]}")
     for Tq, Tk, offset in ((3, 3, 3), (3, 3, 0), (4, 4, 2), (4, 4, -2), (2, 5, 3)):
-        # The keys before belong to another process, which computes their part of dq.
+        # Another process computes the earlier keys' part of dq.
         (q, dout), (k, v), before = draws(10 * Tq + Tk + offset, (2, Tq, 4), (2, Tk, 4), (2, 3, 4))
         leaves = [t.requires_grad_() for t in (q, k, v)]
         S = (q @ k.T / 2).masked_fill(~causal(Tq, Tk, offset), -math.inf)

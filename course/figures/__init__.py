@@ -1,5 +1,3 @@
-"""Figures of the course, computed by this project's own code; here their frame."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -10,7 +8,7 @@ Row = Mapping[Any, object]  # title of a column -> cell
 
 
 def table(rows: Sequence[Row], titles: Sequence[str] = ()) -> str:
-    """A Markdown table, aligned in a terminal too; `titles` in place of the rows' keys."""
+    """In Markdown, aligned; `titles` replaces the rows' keys."""
     cells = [[*(titles or rows[0])], *([str(cell) for cell in row.values()] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells)]
     lines = [" | ".join(c.ljust(w) for c, w in zip(row, widths)) for row in cells]
@@ -19,12 +17,11 @@ def table(rows: Sequence[Row], titles: Sequence[str] = ()) -> str:
 
 
 def figure(head: str, rows: Sequence[Row], below: str = "", titles: Sequence[str] = ()) -> str:
-    """A table between a line of sizes and other words."""
     return "\n\n".join(filter(None, [f"{head}:", table(rows, titles), below]))
 
 
 def of(dtype: str, more: str = "", **sizes: int) -> str:
-    """A line of sizes, as in "float32, B = 1, T = 1,024, D = 64"."""
+    """As "float32, B = 1, T = 1,024, D = 64"."""
     return ", ".join([dtype, *(f"{n} = {x:,}" for n, x in sizes.items()), *filter(None, [more])])
 
 

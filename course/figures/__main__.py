@@ -1,8 +1,8 @@
-"""The figures and tables of the course, as Markdown.
+"""The course's figures, as Markdown.
 
 python -m course.figures                          list them
 python -m course.figures mask                     print one
-python -m course.figures mask --Tq=2 --Tk=6       the same with other numbers
+python -m course.figures mask --Tq=2 --Tk=6       with other numbers
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from core.settings import UserError, exit_on_user_error
 from course.figures import pages_1_to_5, pages_6_to_11, plan
 
-# A function whose arguments all have defaults is a figure; the others are helpers.
+# A function whose arguments all have defaults.
 FIGURES: dict[str, Callable[..., str]] = {
     name: make
     for part in (pages_1_to_5, pages_6_to_11, plan)
@@ -36,7 +36,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def draw(words: Sequence[str]) -> str:
-    """A figure by its name, with options as on the command line."""
     name, *rest = words
     if name not in FIGURES:
         raise UserError(f"no figure {name!r}; there are {', '.join(FIGURES)}")

@@ -1,7 +1,7 @@
 """Softmax, masks, memory, the online softmax, tiles.
 
-A head of manual writes and reads S and P, T^2 elements each. One of tiled reads K and V once per
-block of queries: O(T^2 D^2 / M) with M bytes on chip (Dao et al. 2022, arXiv 2205.14135).
+manual moves S and P, T^2 elements a head; tiled K and V once per block of queries: O(T^2 D^2 / M)
+with M bytes on chip (Dao et al. 2022, arXiv 2205.14135).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from core.settings import UserError
 from course.figures import Numbers, drawing, figure, listed, megabytes, of, table
 
 ITEM = 4  # bytes
-Moved = tuple[int, int]  # bytes read from main memory, and written to it
+Moved = tuple[int, int]  # bytes read from and written to main memory
 
 
 class Tile(NamedTuple):
-    """The state of tiled after a visited tile."""
+    """The state of tiled after a tile."""
 
     i: int  # block of queries
     j: int  # block of keys
@@ -47,7 +47,6 @@ def trace_of(
 
 
 def traced(spec: Spec, Tq: int, Tk: int, B_r: int, B_c: int) -> list[Tile]:
-    """The tiles that are visited, whatever the numbers."""
     q, k = (torch.zeros(1, T, 1, spec.head_dim) for T in (Tq, Tk))
     return trace_of(q, k, k, spec, B_r=B_r, B_c=B_c)[0]
 
@@ -65,7 +64,7 @@ def manual_bytes(T: int, D: int) -> Moved:
 
 
 def fast_memory(B_r: int, B_c: int, D: int) -> int:
-    """Bytes on chip for Q_i, K_j, V_j, O_i, S_ij, m_i and l_i: M above."""
+    """Bytes on chip, M: Q_i, K_j, V_j, O_i, S_ij, m_i, l_i."""
     return ITEM * (2 * B_r * D + 2 * B_c * D + B_r * B_c + 2 * B_r)
 
 
@@ -80,7 +79,7 @@ def one_query(
     D, T = len(q), len(keys)
     q_, k = torch.tensor([[[[*map(float, q)]]]]), torch.tensor([[[*map(float, x)] for x in keys]])
     spec = Spec(1, 1, D, "float32")
-    # With unit vectors as values the output is the weights.
+    # Unit vectors as values: the output is the weights.
     weights = manual.attend(q_, k[:, :, None], torch.eye(T)[None, :, None], spec).flatten()
     v = torch.tensor([*map(float, values)])[None, :, None, None]
     out = float(manual.attend(q_, k[:, :, None], v, spec))
@@ -148,7 +147,7 @@ def kept(name: str, T: int, D: int) -> int:
     q, k, v = (torch.zeros(1, T, 1, D, requires_grad=True) for _ in range(3))
     with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
         out = BACKENDS[name].attend(q, k, v, Spec(1, 1, D, "float32"))
-    del out  # until here each storage has its own address
+    del out  # each storage had its own address
     return sum(sizes.values())
 
 
@@ -157,7 +156,7 @@ def online(scores: Numbers = (1, 3, 2, 5, 4, 0), block: int = 2) -> str:
     if not scores:
         raise UserError("online needs a score")
     T = len(scores)
-    # With D = 1 and q = 1 the scores are the keys.
+    # D = 1 and q = 1: scores are keys.
     q = torch.ones(1, 1, 1, 1, dtype=torch.float64)
     k = torch.tensor([*map(float, scores)], dtype=torch.float64)
     v = torch.arange(1, T + 1, dtype=torch.float64)

@@ -48,7 +48,7 @@ def lazy_rescaling(T: int = 1024, D: int = 64, threshold: float = 8.0) -> str:
         trace, _ = trace_of(spread * q, k, v, spec, B_r=BLOCK_M, B_c=BLOCK_N)
         visits = eager = lazy = 0
         for tile in trace:
-            top = tile.m / math.log(2)  # the maximum so far, in units of log 2
+            top = tile.m / math.log(2)  # running maximum, in log 2
             if tile.j == 0:
                 before = m = top
                 continue
@@ -118,7 +118,7 @@ def ring_hides(
     rate = peak[0] * 1e12
     # Products of 2 D FLOPs for each of (T / N)^2 / 2 pairs; bytes sent per element of K and V
     passes = {"forward": (2, 2 * itemsize), "backward": (5, 2 * itemsize + 2 * 4)}
-    columns = [(name, link) for name in passes for link in (None, *links)]  # None: computing
+    columns = [(name, link) for name in passes for link in (None, *links)]  # None: computation
     titles = [name if link is None else f"sent at {link:g} GB/s" for name, link in columns]
     rows: list[Row] = []
     for n in tokens:

@@ -1,4 +1,4 @@
-"""The tables of docs/PLAN.md: an example of each formula."""
+"""The tables of docs/PLAN.md."""
 
 from __future__ import annotations
 

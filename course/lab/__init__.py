@@ -1,1 +1,1 @@
-"""Variants of attention: what each costs, computed, and what it does, measured on a laptop."""
+"""Variants of attention: computed costs, measured results."""

@@ -1,10 +1,10 @@
-"""Train each variant of attention on the plays and on recall, and print what it costs.
+"""Train each variant of attention on the plays and on recall, and print its costs.
 
-    python -m course.lab                                  all variants: about 20 minutes, two cores
+    python -m course.lab                                  all variants
     python -m course.lab --variants=mha,delta --seeds=1
     python -m course.lab --tasks=speed                    only tokens per second
 
-out_dir/results.json is written after each training. Trainings that it has are not repeated.
+Trainings in out_dir/results.json are not repeated.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class LabConfig:
 def main(argv: Sequence[str]) -> int:
     config = read(LabConfig, argv).settings
     if "plays" in config.tasks:
-        read_meta(find("shakespeare_char", config.data_dir))  # missing: found out now
+        read_meta(find("shakespeare_char", config.data_dir))  # raises if missing
     path = Path(config.out_dir) / "results.json"
     how = {"scale": config.scale, "attention_backend": config.attention_backend}
     content = {"settings": how, "torch": torch.__version__, "speed": {}, "rows": []}
@@ -79,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(config: LabConfig, content: Json, path: Path) -> None:
-    """Train what is missing, then measure the speed, with nothing else running."""
+    """Train what is missing, then measure the speed alone."""
     began = time.perf_counter()
     done = {(row["variant"], row["task"], row["seed"]) for row in content["rows"]}
     jobs = [
@@ -87,7 +87,7 @@ def run(config: LabConfig, content: Json, path: Path) -> None:
         for seed in range(config.seeds) for name in config.variants for task in config.tasks
         if task != "speed" and (name, task, seed) not in done
     ]
-    # Fresh processes: a fork would copy the state of torch's threads.
+    # A fork would copy torch's threads.
     pool = multiprocessing.get_context("spawn").Pool(config.workers, training.start_worker)
     with pool:  # Ctrl-C ends the trainings
         for n, row in enumerate(pool.imap_unordered(training.train, jobs), 1):
@@ -104,7 +104,7 @@ def run(config: LabConfig, content: Json, path: Path) -> None:
 
 
 def spread(values: Iterable[float], digits: str) -> str:
-    """The mean of some seeds, and the smallest and largest."""
+    """Mean, smallest and largest."""
     found = sorted(values)
     if not found:
         return ""
@@ -113,7 +113,6 @@ def spread(values: Iterable[float], digits: str) -> str:
 
 
 def table(content: Json) -> str:
-    """A row a variant, from the content of results.json."""
     rows = []
     present = {row["variant"] for row in content["rows"]} | content["speed"].keys()
     for name in (n for n in VARIANTS if n in present):

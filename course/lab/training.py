@@ -1,7 +1,7 @@
-"""Training of a variant on one of two tasks: the plays, and recall.
+"""Train a variant on the plays or on recall.
 
-Recall is MQAR of Arora et al. 2023 ("Zoology", arXiv 2312.04927), cut to a laptop: keys with their
-values, and later the keys again, among blanks.
+Recall is MQAR of Arora et al. 2023 ("Zoology", arXiv 2312.04927), for a laptop: keys with values,
+and later the keys again, among blanks.
 
     k1 v1 k2 v2 k3 v3  .  .  k2  .  .  k1  .  k3  .  .
                              v2        v1     v3           the targets
@@ -27,21 +27,21 @@ from data.loader import Batches, eval_batches, find, load, read_meta
 from model import GPT, GPTConfig
 
 VOCABULARY = 256  # a blank, 127 keys, 128 values
-LEVELS = ((4, 64), (8, 64), (16, 128))  # pairs, and tokens in a sequence
+LEVELS = ((4, 64), (8, 64), (16, 128))  # pairs, tokens
 WIDTH = 64
 HEADS = 4
-LENGTH = 128  # tokens of the plays in a sequence; the longest of recall
+LENGTH = 128  # tokens of a sequence: plays, longest recall
 TOKENS = 1024  # in a step
-Json = dict[str, Any]  # a JSON object: a row of the results, or all of them
+Json = dict[str, Any]
 Batch = tuple[Tensor, ...]  # token ids and targets, (B, T) int64
 
 
 @dataclass(frozen=True)
 class Task:
-    """A model and its training. From `learning_rate` on: settings of core/optimizer.py."""
+    """From `learning_rate` on: settings of core/optimizer.py."""
 
     n_layer: int
-    n_hidden: int  # of MHA; the other variants get as many parameters
+    n_hidden: int  # of MHA; others get as many parameters
     convolution: bool  # a short one before each attention
     vocab_size: int
     learning_rate: float
@@ -51,17 +51,17 @@ class Task:
     min_lr: float = 0.0
     lr_decay_iters: int | None = None
     beta1: float = 0.9
-    beta2: float = 0.99  # few tokens a step: average over more of them
+    beta2: float = 0.99  # few tokens a step
     weight_decay: float = 0.1
 
 
 RECALL = Task(2, WIDTH, True, VOCABULARY, 1e-2, 500)
-PLAYS = Task(4, 4 * WIDTH, False, 70, 3e-3, 250)  # 70 characters: the default dataset's
+PLAYS = Task(4, 4 * WIDTH, False, 70, 3e-3, 250)  # 70 characters
 
 
 class ShortConvolution(nn.Module):
-    """x (B, T, C) plus a sum of each channel's last three values: a token learns its predecessor,
-    which attention would take most of the steps to find. Zoology's models have it too."""
+    """x (B, T, C) plus a sum of each channel's last three values, as in Zoology: attention is slow
+    to learn a token's predecessor."""
 
     def __init__(self, C: int, kernel: int = 3) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class ShortConvolution(nn.Module):
 
 
 def build(name: str, task: Task, backend: str = "manual", n_hidden: int | None = None) -> GPT:
-    """The model of a variant, with as many parameters as MHA unless `n_hidden` is given."""
+    """With as many parameters as MHA unless `n_hidden` is given."""
     if n_hidden is None:
         mha, own = (build(v, task, backend, task.n_hidden) for v in ("mha", name))
         more = own.get_num_params() - mha.get_num_params()
@@ -88,7 +88,7 @@ def build(name: str, task: Task, backend: str = "manual", n_hidden: int | None =
     if task.convolution:
         for block in model.transformer.h:
             block.ln_1 = nn.Sequential(block.ln_1, ShortConvolution(WIDTH))
-    for name, p in model.named_parameters():  # GPT-2's 0.02 is too small for 64 channels
+    for name, p in model.named_parameters():  # 0.02 is too small for 64 channels
         if p.dim() == 2:
             out = name.endswith("c_proj.weight")
             nn.init.normal_(p, std=WIDTH**-0.5 / math.sqrt(2 * task.n_layer) ** out)
@@ -96,8 +96,8 @@ def build(name: str, task: Task, backend: str = "manual", n_hidden: int | None =
 
 
 def costs(model: GPT) -> dict[str, float]:
-    """Parameters; FLOPs of a trained token (6 for each weight, 6 for each multiply-add between
-    tokens); bytes of float32 that a cache stores for a token, and for LENGTH tokens."""
+    """Parameters; FLOPs of a trained token (6 a weight, 6 a multiply-add between tokens); float32
+    bytes cached for a token, and for LENGTH tokens."""
     N, layers = model.get_num_params(), [block.attn for block in model.transformer.h]
     flops = 6.0 * N + sum(6 * a.products(mean_keys(LENGTH, a.window)) for a in layers)
     token = sum(4 * a.cached for a in layers)
@@ -106,7 +106,7 @@ def costs(model: GPT) -> dict[str, float]:
 
 
 def sequences(n: int, pairs: int, T: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Return n sequences (n, T) int64 and their targets, -1 where there is none."""
+    """n sequences (n, T) int64, and targets, -1 for none."""
     half = VOCABULARY // 2
     keys = torch.rand(n, half - 1, generator=draw).argsort(dim=1)[:, :pairs] + 1
     values = torch.randint(half, VOCABULARY, (n, pairs), generator=draw)
@@ -125,7 +125,7 @@ def recall_batches(task: Task, seed: int) -> Iterator[Batch]:
 
 @torch.no_grad()
 def recalled(model: GPT) -> dict[str, float]:
-    """The part of values recalled, of 128 sequences with each number of pairs."""
+    """Part of values recalled, of 128 sequences for each number of pairs."""
     draw = torch.Generator().manual_seed(10**6)
     found = {}
     for pairs, T in LEVELS:
@@ -144,8 +144,6 @@ def step(model: GPT, batch: Batch, optimizer: torch.optim.AdamW) -> None:
 
 
 class Job(NamedTuple):
-    """A training in a process of its own."""
-
     variant: str
     task: str
     seed: int
@@ -155,12 +153,11 @@ class Job(NamedTuple):
 
 
 def start_worker() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends this one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends it
     torch.set_num_threads(1)
 
 
 def train(job: Job) -> Json:
-    """Train and evaluate. Returns a row of the results."""
     began = time.perf_counter()
     task = RECALL if job.task == "recall" else PLAYS
     task = replace(task, max_iters=max(1, round(task.max_iters * job.scale)))
@@ -190,8 +187,7 @@ def train(job: Job) -> Json:
 
 
 def speeds(names: Sequence[str], backend: str, rounds: int = 7) -> dict[str, float]:
-    """Tokens per second of a training step on the plays' model, one thread: the median of `rounds`,
-    the variants in turn."""
+    """Tokens per second of the plays' training step, one thread: median of interleaved rounds."""
     torch.set_num_threads(1)
     trained = []
     for name in names:

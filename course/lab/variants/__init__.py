@@ -1,4 +1,4 @@
-"""The variants: classes that can replace model.CausalSelfAttention, by name."""
+"""The variants of model.CausalSelfAttention, by name."""
 
 from course.lab.variant import Variant
 from course.lab.variants.delta import DeltaRule

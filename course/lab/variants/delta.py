@@ -1,11 +1,10 @@
-"""Gated delta rule (Yang et al. 2024, arXiv 2412.06464): no cache, but a matrix S (D, D) a head
-that each token corrects.
+"""Gated delta rule (Yang et al. 2024, arXiv 2412.06464): a matrix S (D, D) a head, no cache.
 
     S_t = exp(g_t) S_(t-1) + k_t u_t^T      u_t = beta_t (v_t - exp(g_t) S_(t-1)^T k_t)
     o_t = S_t^T q_t                         S^T k is what the memory returns for a key
 
-In a chunk let G_i be the sum of g up to token i. From the S before the chunk, the u of its tokens
-solve (I + A) U = beta (V - exp(G) K S), where A_ij = beta_i exp(G_i - G_j) k_i . k_j for j < i.
+In a chunk let G_i be the sum of g up to token i. From the S before it, U solves (I + A) U = beta (V
+- exp(G) K S), where A_ij = beta_i exp(G_i - G_j) k_i . k_j for j < i.
 """
 
 from typing import Any, ClassVar
@@ -22,7 +21,7 @@ KERNEL = 4  # tokens that the convolution sees
 
 
 def recurrent(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-    """The rule token by token: q, k, v (B, H, T, D), g and beta (B, H, T) -> (B, H, T, D)."""
+    """q, k, v (B, H, T, D), g and beta (B, H, T) -> (B, H, T, D), token by token."""
     S, out = q.new_zeros(*q.shape[:2], q.shape[3], v.shape[3]), []
     for t in range(q.shape[2]):
         S = g[:, :, t, None, None].exp() * S
@@ -39,7 +38,7 @@ def chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
         G = g_c.cumsum(dim=2)[..., None]  # (B, H, n, 1)
         later = torch.ones(len(G[0, 0]), len(G[0, 0]), dtype=torch.bool, device=q.device).triu(1)
         decay = (G - G.mT).masked_fill(later, -torch.inf).exp()  # (B, H, n, n), 0 for j > i
-        A = b * decay * (K @ K.mT)  # its diagonal is not read
+        A = b * decay * (K @ K.mT)  # the diagonal is not read
         right = b * (V - G.exp() * (K @ S))
         U = torch.linalg.solve_triangular(A, right, upper=False, unitriangular=True)
         out.append(G.exp() * (Q @ S) + (decay * (Q @ K.mT)) @ U)
@@ -48,8 +47,8 @@ def chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
 
 
 class DeltaRule(Variant):
-    """q, k and v by a short convolution, k and q of length 1, the output normalized; no RoPE, no
-    output gate. Two heads, not four: S has D numbers for each channel."""
+    """A short convolution of q, k and v, unit q and k, normalized output; no RoPE. Two heads, not
+    four: S has D numbers a channel."""
 
     settings: ClassVar = {"n_head": 2}
 
@@ -58,7 +57,7 @@ class DeltaRule(Variant):
         self.c_attn = nn.Linear(config.n_embd, 3 * n + 2 * H, bias=False)  # q, k, v; beta; g
         self.conv = nn.Conv1d(3 * n, 3 * n, KERNEL, groups=3 * n, padding=KERNEL - 1, bias=False)
         self.norm = Norm(config, self.head_dim, rms=True)
-        # At first the heads forget 0.1 % to 10 % a token.
+        # Heads forget 0.1 % to 10 % a token at first.
         self.g_bias = nn.Parameter(torch.logspace(-3, -1, H).expm1().log())
 
     @property

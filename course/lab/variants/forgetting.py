@@ -1,7 +1,7 @@
 """Forgetting attention (Lin et al. 2025, arXiv 2503.02130).
 
-A key's weight is multiplied by the forget gates f of later tokens up to the query: its score gets
-the bias c_i - c_j with c = cumsum(log f). Softmax ignores c_i.
+The forget gates f of later tokens up to the query multiply a key's weight: its score gets the bias
+c_i - c_j with c = cumsum(log f). Softmax ignores c_i.
 """
 
 import math
@@ -18,7 +18,7 @@ from model import Attend, GPTConfig, Rope
 
 
 class Forgetting(Variant):
-    """One more channel, which any kernel can run: k gets -c, and q a constant."""
+    """One more channel, for any kernel: k gets -c, q a constant."""
 
     def add_weights(self, config: GPTConfig) -> None:
         self.c_forget = nn.Linear(config.n_embd, config.kv_heads)

@@ -1,6 +1,6 @@
 """MLA, multi-head latent attention (DeepSeek-V2 2024, arXiv 2405.04434).
 
-Naive: head h has the keys [A_h c, k_rope] and the values B_h c, of one short vector c a token.
+Naive: head h has keys [A_h c, k_rope] and values B_h c, of a short vector c a token.
 Absorbed: q . A c = (A^T q) . c and sum_j p_j B c_j = B sum_j p_j c_j, MQA over [c, k_rope] and c.
 """
 
@@ -19,7 +19,7 @@ from model import Attend, GPTConfig, Norm, Rope, rotate
 class MLA(Variant):
     """c has C / 2 channels, each head D and, for positions, R = D / 2 more."""
 
-    absorbed = False  # True: the same numbers, less to read in decoding, more FLOPs in training
+    absorbed = False  # True: reads less in decoding, more FLOPs in training
 
     def add_weights(self, config: GPTConfig) -> None:
         H, D = config.n_head, self.head_dim
@@ -49,7 +49,7 @@ class MLA(Variant):
         q, c, k_rope = self.c_attn(x).split(self.sizes, dim=2)
         q, q_rope = q.unflatten(2, (H, -1)).split([D, self.R], dim=3)  # (B, T, H, D and R)
         c, k_rope = self.c_norm(c)[:, :, None], k_rope[:, :, None]  # (B, T, 1, rank and R)
-        if rope is not None:  # every second rate: those of R channels
+        if rope is not None:  # every second rate
             q_rope, k_rope = (rotate(t, *(r[..., ::2] for r in rope)) for t in (q_rope, k_rope))
         if self.absorbed:
             A, B = self.c_up.weight.unflatten(0, (H, 2, D)).unbind(1)  # (H, D, rank)

@@ -1,5 +1,3 @@
-"""Variants of a few lines."""
-
 import math
 from dataclasses import replace
 from functools import partial
@@ -15,21 +13,20 @@ from model import Attend, GPTConfig
 
 
 class GQA(Variant):
-    """Grouped-query attention (Ainslie et al. 2023, arXiv 2305.13245): two query heads share a
-    key/value head."""
+    """Grouped-query attention (Ainslie et al. 2023, arXiv 2305.13245)."""
 
     settings: ClassVar = {"n_kv_head": 2}  # of 4 heads
 
 
 class MQA(Variant):
-    """Multi-query attention (Shazeer 2019, arXiv 1911.02150): all share one key/value head."""
+    """Multi-query attention (Shazeer 2019, arXiv 1911.02150)."""
 
     settings: ClassVar = {"n_kv_head": 1}
 
 
 class Window(Variant):
-    """GPT-OSS (2025, arXiv 2508.10925): a query sees the last 16 keys, and a sink, a learned score
-    of its head without a value: a head can attend to nothing."""
+    """GPT-OSS (2025, arXiv 2508.10925): the last 16 keys, and a sink, a learned score without a
+    value: a head can attend to nothing."""
 
     settings: ClassVar = {"attention_window": 16}
 
@@ -44,8 +41,8 @@ class Window(Variant):
 
 
 class Gate(Variant):
-    """Qwen3-Next (Qiu et al. 2025, arXiv 2505.06708): each channel of the heads' output, before
-    c_proj, times the sigmoid of a linear function of x."""
+    """Qwen3-Next (Qiu et al. 2025, arXiv 2505.06708): the heads' output times the sigmoid of a
+    linear function of x."""
 
     def add_weights(self, config: GPTConfig) -> None:
         self.c_gate = nn.Linear(config.n_embd, self.q_size, bias=False)
@@ -60,12 +57,12 @@ class Gate(Variant):
 
 
 class ValueResidual(Variant):
-    """Zhou et al. 2024, arXiv 2410.17897: v becomes a v + b v_0 with the values v_0 of layer 0; a
-    and b are learned, 0.5 at first."""
+    """Zhou et al. 2024, arXiv 2410.17897: v becomes a v + b v_0 with v_0 of layer 0, a and b
+    learned."""
 
     def add_weights(self, config: GPTConfig) -> None:
         self.mix = nn.Parameter(torch.full((2,), 0.5)) if self.layer else None
-        self.v: Tensor | None = None  # of the last call, for the layers after this one
+        self.v: Tensor | None = None  # for later layers
 
     def forward(self, x: Tensor, attend: Attend, *rest: Any) -> Tensor:
         def mixed(q: Tensor, k: Tensor, v: Tensor, *args: object, **options: object) -> Tensor:
@@ -79,7 +76,7 @@ class ValueResidual(Variant):
 
 class Differential(Variant):
     """Ye et al. 2024, arXiv 2410.05258: (softmax(Q1 K1^T) - lam softmax(Q2 K2^T)) V for the heads h
-    and h + H / 2; V has the values of both. Weight that both give cancels."""
+    and h + H / 2; V has the values of both."""
 
     def add_weights(self, config: GPTConfig) -> None:
         self.least = 0.8 - 0.6 * math.exp(-0.3 * self.layer)  # the paper's lambda_init
