@@ -15,6 +15,7 @@ rest of the step is `gaps`. Kernels of several streams overlap.
 from __future__ import annotations
 
 import logging
+import math
 import re
 import time
 from collections import Counter, defaultdict
@@ -166,7 +167,7 @@ def add_events(found: StepProfile, events: list[FunctionEvent], steps: int) -> N
             if alone[e.name] > 0:
                 alone[e.name] -= 1
                 add(e.name, (), e.time_range.elapsed_us())
-        busy = reached = 0.0  # the union of all spans
+        busy, reached = 0.0, -math.inf  # the union of all spans
         for start, end in sorted((e.time_range.start, e.time_range.end) for e in kernels):
             busy += max(0.0, end - max(start, reached))
             reached = max(reached, end)
