@@ -158,6 +158,8 @@ def load(folder: str | Path) -> Checkpoint:
         raise _damaged(folder / "settings.json", "lacks train, model or tokenizer")
     if not isinstance(state, dict) or not isinstance(state.get("step"), int):
         raise _damaged(folder / "train_state.json", "has no step")
+    if not isinstance(loss := state.get("val_loss"), int | float | None):
+        raise _damaged(folder / "train_state.json", f"has val_loss={loss!r:.60}, not a number")
     return Checkpoint(folder, settings, state)
 
 

@@ -253,7 +253,7 @@ def test_a_mistake_is_one_line_of_rank_0_and_code_2(rank, lines, monkeypatch, ca
     assert ended.value.code == 2 and shown.out == "" and shown.err.count("\n") == lines
     assert "\x1b" not in shown.err
     with pytest.raises(SystemExit):  # a file may fail on one rank alone
-        exit_on_user_error(lambda: print(open("/nowhere/x").read()))
+        exit_on_user_error(lambda: print(Path("/nowhere/x").read_text()))
     assert "/nowhere/x" in capsys.readouterr().err
 
 
