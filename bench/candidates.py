@@ -21,7 +21,7 @@ from core.cpu import int8
 from core.optimizer import build_optimizer
 from core.options import TrainConfig
 from core.runtime import dtype_name
-from core.settings import UserError, from_dict
+from core.settings import UserError, from_dict, user_errors
 from inference import engine
 from inference.sampling import Stats
 from model import GPT, GPTConfig
@@ -158,10 +158,8 @@ class Ours(Candidate):
         self.title, self.compile = attention.get(self.config.attention_backend).title, compile
         self.model = self.job.model(cast=True).eval()
         if weights == "int8":
-            head = self.model.head_weight
-            if why := int8.why_not(self.model, head.device, head.dtype):
-                raise UserError(why)
-            int8.convert(self.model, head)
+            with user_errors():
+                int8.convert(self.model, self.model.head_weight)
         return self
 
     def chosen(self, cache: str | None = None) -> list[Resolution]:

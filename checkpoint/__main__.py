@@ -62,8 +62,8 @@ def export(model: GPT, saved: Checkpoint, folder: Path) -> None:
     tokenizer = data.from_meta(saved.settings["tokenizer"])
     kind = families.write_config(model.config)["model_type"]
     if kind == "qwen2" and not isinstance(tokenizer, data.FileTokenizer):
-        # It ignores tokenizer.json's pre-tokenizer: other ids.
-        raise UserError("transformers splits texts of the family qwen2 (--bias=qkv) as Qwen does")
+        # It ignores the pre-tokenizer of tokenizer.json: other ids, without a warning.
+        raise UserError("--bias=qkv (qwen2) needs Qwen's tokenizer: transformers uses no other")
     eot, content, ends = tokenizer.eot, tokenizer.to_json(), [*tokenizer.ends]
     bos = next(iter(tokenizer.begin), eot)
     ids: Json = {"bos_token_id": bos, "eos_token_id": ends if ends[1:] else eot}

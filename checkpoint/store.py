@@ -46,7 +46,7 @@ log = logging.getLogger("nanoattn")
 
 STEP = r"step-\d+"
 CHECKSUMS = "checksums.json"
-_advising = ContextVar("advising", default=True)  # False while advice is sought
+_advising = ContextVar("advising", default=True)  # it reads whole checkpoints
 T = TypeVar("T")
 Json = dict[str, Any]  # optimizer.pt: with tensors
 
@@ -158,6 +158,8 @@ def load(folder: str | Path) -> Checkpoint:
         raise _damaged(folder / "settings.json", "lacks train, model or tokenizer")
     if not isinstance(state, dict) or not isinstance(state.get("step"), int):
         raise _damaged(folder / "train_state.json", "has no step")
+    if not isinstance(loss := state.get("val_loss"), int | float | None):
+        raise _damaged(folder / "train_state.json", f"has val_loss={loss!r:.60}, not a number")
     return Checkpoint(folder, settings, state)
 
 
@@ -233,8 +235,17 @@ def _damaged(path: Path, why: str) -> UserError:
     return UserError(text)
 
 
+@contextmanager
+def _without_advice() -> Iterator[None]:
+    before = _advising.set(False)
+    try:
+        yield
+    finally:
+        _advising.reset(before)
+
+
+@_without_advice()
 def _is_complete(folder: Path) -> bool:
-    advising = _advising.set(False)
     try:
         saved = load(folder)
         saved.rest()
@@ -245,8 +256,6 @@ def _is_complete(folder: Path) -> bool:
         return True
     except UserError:
         return False
-    finally:
-        _advising.reset(advising)
 
 
 def _folder_of(path: Path) -> Path:
@@ -327,6 +336,7 @@ def save(out_dir: str | Path, *, weights: Mapping[str, Tensor] | None = None,
     return final
 
 
+@_without_advice()
 def _prune(out_dir: Path, keep: int) -> None:
     try:
         best = best_folder(out_dir)

@@ -75,9 +75,15 @@ def command(*words: object) -> str:
 def _quoted(word: str) -> str:
     if word.isprintable():
         return shlex.quote(word)
-    plain = (c.isprintable() and c not in "\\'" for c in word)
-    codes = ("".join(f"\\x{byte:02x}" for byte in os.fsencode(c)) for c in word)
-    return "$'" + "".join(c if p else code for c, p, code in zip(word, plain, codes)) + "'"
+
+    def escaped(c: str) -> str:
+        if c.isprintable() and c not in "\\'":
+            return c
+        path_byte = "\udc80" <= c <= "\udcff"  # other halves of surrogate pairs come from JSON
+        errors = "surrogateescape" if path_byte else "surrogatepass"
+        return "".join(f"\\x{byte:02x}" for byte in c.encode(errors=errors))
+
+    return f"$'{''.join(map(escaped, word))}'"
 
 
 @contextmanager

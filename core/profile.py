@@ -13,6 +13,7 @@ on CUDA of kernels, which may overlap, on CPUs of operators and Inductor's kerne
 from __future__ import annotations
 
 import logging
+import math
 import re
 import time
 from collections import Counter, defaultdict
@@ -160,7 +161,7 @@ def add_events(found: StepProfile, events: list[FunctionEvent], steps: int) -> N
             if alone[e.name] > 0:
                 alone[e.name] -= 1
                 add(e.name, (), e.time_range.elapsed_us())
-        busy = reached = 0.0  # the union of all spans
+        busy, reached = 0.0, -math.inf  # the union of all spans
         for start, end in sorted((e.time_range.start, e.time_range.end) for e in kernels):
             busy += max(0.0, end - max(start, reached))
             reached = max(reached, end)

@@ -44,7 +44,7 @@ class UserError(ValueError):
 
 
 class LaunchError(UserError):
-    """Wrong launcher variables: every process prints it."""
+    """A mistake that rank 0 may not see: every process prints it."""
 
 
 @contextmanager
@@ -170,7 +170,7 @@ def exit_on_user_error(main: Callable[[], int | None], lasting: bool = False) ->
         _fail(error)
     except OSError as error:  # a file; a closed pipe (... | head); a full disk
         if error.filename is not None:
-            _fail(UserError(f"cannot use {str(error.filename)!r:.99} ({error.strerror})"))
+            _fail(LaunchError(f"cannot use {str(error.filename)!r:.99} ({error.strerror})"))
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         if not full and (lasting or error.errno != errno.EPIPE):
             raise
@@ -363,7 +363,11 @@ def _evaluate(node: ast.expr | None, names: Mapping[str, object]) -> Any:
         case ast.List(elts=items) | ast.Tuple(elts=items):
             value = tuple(_evaluate(item, names) for item in items)
         case ast.JoinedStr(values=items):
-            value = "".join(_evaluate(item, names) for item in items)
+            value = ""
+            for item in items:
+                value += _evaluate(item, names)
+                if len(value) > LARGEST:
+                    raise ValueError
         case ast.FormattedValue(value=inner, conversion=-1, format_spec=None):
             value = str(_evaluate(inner, names))
         case ast.UnaryOp(op=ast.USub(), operand=operand):

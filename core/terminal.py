@@ -76,7 +76,8 @@ def end_at_once() -> None:
 
 
 def raise_on_signals() -> None:
-    """Let SIGNALS raise KeyboardInterrupt(128 + number) once; torchrun's end a process."""
+    """Let the first of SIGNALS raise KeyboardInterrupt(128 + number). torchrun's SIGTERM and SIGHUP
+    end a process."""
 
     def interrupt(number: int, frame: object) -> NoReturn:
         for other in mine:  # a terminal that closes sends SIGHUP twice

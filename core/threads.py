@@ -37,4 +37,4 @@ def wait_passively() -> None:
         os.environ["OMP_WAIT_POLICY"] = "passive"
         if os.environ.get("RANK", "0") == "0":
             why = f"other programs use {used:.0%} of the cores"
-            print(f"threads: {why} (set OMP_WAIT_POLICY=passive)", file=sys.stderr)
+            print(f"threads: {why}: OMP_WAIT_POLICY=passive is now set", file=sys.stderr)

@@ -54,7 +54,9 @@ def read_meta(folder: str | Path) -> Json:
                 "tokenizer": {"name": str()},
                 "vocab_size": int(),
                 "tokens": {"train": int(), "val": int()},
-            } if meta.get("dtype", "uint16") in ("uint16", "uint32"):
+            } if meta.get("dtype", "uint16") in ("uint16", "uint32") and isinstance(
+                meta.get("options", {}), dict
+            ):
                 return dict(meta)
     except (OSError, ValueError) as e:
         why = getattr(e, "strerror", None) or first_line(e)
@@ -63,10 +65,8 @@ def read_meta(folder: str | Path) -> Json:
     if os.path.isfile(folder):
         words, where = ["text", f"--source={where}"], where.with_suffix("")
     prepare = command("python", "-m", "data", *words, f"--out_dir={where}")
-    where_not = printable(folder)
-    raise UserError(
-        f"no dataset in {where_not} (meta.json: {printable(why)}); prepare it: {prepare}"
-    )
+    found = f"no dataset in {printable(folder)} (meta.json: {printable(why)})"
+    raise UserError(f"{found}; prepare it: {prepare}")
 
 
 class _PlainUnpickler(pickle.Unpickler):

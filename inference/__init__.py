@@ -10,7 +10,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from core.settings import UserError
+from core.settings import UserError, user_errors
 
 if TYPE_CHECKING:
     from attention import Policy
@@ -48,10 +48,8 @@ def load(source: str | Path, *, which: str = "latest", dataset: str | None = Non
     model = checkpoint.init_model(source, policy or Policy(), **changes)
     model = setup.place(model, cast=True).eval()
     if weights == "int8":
-        head = model.head_weight
-        if why := int8.why_not(model, head.device, head.dtype):
-            raise UserError(f"--weights=int8: {why}")
-        int8.convert(model, head)
+        with user_errors("--weights=int8: "):
+            int8.convert(model, model.head_weight)
     model.tokenizer = _tokenizer(source, model.config.vocab_size, dataset)
     return model, model.tokenizer
 

@@ -102,9 +102,14 @@ def test_it_keeps_the_best_and_the_last(tmp_path, caplog):
     assert checkpoint.latest(tmp_path).name == "step-100000000"
     assert checkpoint.best_folder(tmp_path) == tmp_path / "step-00000007"
     assert checkpoint.best_folder(tmp_path / "nowhere") is None
-    (tmp_path / "step-00000007" / "train_state.json").write_text("{")
+    state = tmp_path / "step-100000000" / "train_state.json"
+    state.write_text('{"step": 100000000, "val_loss": "low"}')
+    with pytest.raises(UserError, match="low"):
+        checkpoint.best_folder(tmp_path)
+    state.write_text("{")
     save(tmp_path, 100_000_001, keep=1, val_loss=3.0)  # a damaged older one does not prevent it
     assert value(checkpoint.latest(tmp_path)) == 100_000_001 and str(tmp_path) in caplog.text
+    assert "--init_from" not in caplog.text  # which reads the others, at each save
 
 
 def test_an_earlier_run_is_archived(tmp_path):

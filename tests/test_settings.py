@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import tracemalloc
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -204,6 +205,7 @@ BAD = [  # lines of a file: calls, other names, what takes for ever, what is no 
     "n_layer = " + "-" * 9999 + "1", "n_layer = " + "(" * 300 + "1" + ")" * 300,
     "n_layer = 1" + " + 1" * 9999, "name = str(" * 3000 + "1" + ")" * 3000,
     "name = f'" + "{name}" * 3000 + "'", "# " + "x" * 10**6,
+    "x = f'{name}{name}{name}{name}'\nname = f'" + "{x}" * 9999 + "'",
     *("\n".join([f"x = {first}", *[line] * 4000, "name = str(x)"]) for first, line in (  # it grows
         ("'ab'", "x = x + x"), ("'ab'", "x = f'{x}{x}'"), ("3", "x = x ** 60"), ("1", "x = [x, x]"),
         ("[1]", "x = str(x) + str(x)"), ("1", "x = int(str(x) + str(x))"))),
@@ -213,9 +215,12 @@ BAD = [  # lines of a file: calls, other names, what takes for ever, what is no 
 @pytest.mark.parametrize("line", BAD, ids=lambda line: line[:30])
 def test_what_a_file_cannot_have_is_one_error(tmp_path: Path, line: str) -> None:
     path = config_file(tmp_path, f"\nname = 'abc' + {'b' * 9999!r}\n{line}\n")
+    tracemalloc.start()
     with pytest.raises(UserError, match=re.escape(path)) as error:
         read(Config, [path])
-    assert len(str(error.value)) < 500 + len(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(str(error.value)) < 500 + len(path) and peak < 2**27
 
 
 def test_a_file_that_is_not_there_or_has_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,6 +251,9 @@ def test_a_mistake_is_one_line_of_rank_0_and_code_2(rank, lines, monkeypatch, ca
     shown = capsys.readouterr()
     assert ended.value.code == 2 and shown.out == "" and shown.err.count("\n") == lines
     assert "\x1b" not in shown.err
+    with pytest.raises(SystemExit):  # a file may fail on one rank alone
+        exit_on_user_error(lambda: print(Path("/nowhere/x").read_text()))
+    assert "/nowhere/x" in capsys.readouterr().err
 
 
 def python(code: str, *words: str, **how: Any) -> subprocess.CompletedProcess[str]:

@@ -17,22 +17,16 @@ from core.loss import IGNORE, Head
 FEW_ROWS = 16  # above, widening the weights first costs less (docs/LOG.md)
 
 
-def why_not(model: nn.Module, device: torch.device, dtype: torch.dtype) -> str | None:
-    if device.type not in ("cpu", "cuda"):
-        return f"int8 weights need a CPU or CUDA, this is {device.type}"
-    if dtype not in (torch.float32, torch.bfloat16):
-        return f"int8 weights go with float32 and bfloat16, not with {dtype}"
+def convert(model: nn.Module, head: Tensor) -> None:
+    """Give the linear layers int8 weights, and the head a copy of `head` (V, C) in int8: a tied
+    embedding stays. Raises ValueError, before anything changes."""
+    if head.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"int8 weights need a CPU or CUDA, this is {head.device.type}")
+    if head.dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"int8 weights go with float32 and bfloat16, not with {head.dtype}")
     inputs = {m.in_features for m in model.modules() if isinstance(m, nn.Linear)}
     if odd := {k for k in inputs if k % 16}:  # the kernel loads 16 numbers at a time
-        return f"int8 weights need layers of a multiple of 16 inputs, got {min(odd)}"
-    return None
-
-
-def convert(model: nn.Module, head: Tensor) -> None:
-    """Quantize the linear layers, and for the head a copy of `head` (V, C): a tied embedding
-    stays. Raises ValueError."""
-    if why := why_not(model, head.device, head.dtype):
-        raise ValueError(why)
+        raise ValueError(f"int8 weights need layers of a multiple of 16 inputs, got {min(odd)}")
     model.requires_grad_(False)
     for module in model.modules():
         if isinstance(module, nn.Linear):

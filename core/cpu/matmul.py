@@ -228,7 +228,7 @@ def why_not(wanted: bool | None, device: torch.device, dtype: torch.dtype) -> st
     if wanted is False:
         return "--onednn=False"
     if device.type != "cpu" or dtype != torch.float32:
-        return f"not for {dtype} on {device.type}"
+        return f"not for {str(dtype).removeprefix('torch.')} on {device.type}"
     if not _available():
         return "this PyTorch has no oneDNN"
     if wanted:
