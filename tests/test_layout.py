@@ -19,12 +19,12 @@ BELOW: dict[str, set[str]] = {  # the rooms that each may import
 }
 TOP = {*COMMANDS, "bench", "viewer", "course"}
 # Lines in all, exercises and web pages included. They only fall: who adds shortens something else.
-CAPS = {"source": 28_810, "tests": 19_100}
+CAPS = {"source": 25_230, "tests": 16_910}
 KERNELS = ("manual", "tiled", "sdpa", "sdpa_bmm", "flex", "triton_flash", "flash", "paged")
 # A backend has about 150 lines. flash.py holds three packages, flex.py two kernels and their
 # compilation, tiled.py the backward pass written out; sdpa.py is five backends.
-BUDGETS = {"model.py": 400, "train.py": 380, "attention/flash.py": 370, "attention/flex.py": 275,
-           "attention/tiled.py": 230, "attention/sdpa.py": 200}
+BUDGETS = {"model.py": 400, "train.py": 360, "attention/flash.py": 200, "attention/flex.py": 230,
+           "attention/tiled.py": 195}
 BUDGETS |= {name: BUDGETS.get(name, 160) for name in (f"attention/{k}.py" for k in KERNELS)}
 
 
