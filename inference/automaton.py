@@ -30,7 +30,7 @@ TOO_LARGE = 3
 # An escape, a class, a count, the start of a group, or another character.
 ESCAPE = r"\\[pPx]\{\w*\}|\\."
 CLASS = r"\[\^?\]?(?:\\.|\[:\w+:\]|[^\]\\])*\]"
-PIECE = re.compile(rf"{ESCAPE}|{CLASS}|\{{\d+(?:,\d*)?\}}|\(\?(?:<?[=!]|[>#(])|.", re.DOTALL)
+PIECE = re.compile(rf"{ESCAPE}|{CLASS}|\{{\d+(?:,\d*)?\}}|\(\?(?:<?[=!]|P=|[>#(])|.", re.DOTALL)
 ANCHOR = re.compile(r"[\^$]|\\[AzbB]")
 NOT_IN_RUST = re.compile(r"\(\?.*|\{|\\[Z1-9]", re.DOTALL)
 

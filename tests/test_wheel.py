@@ -78,7 +78,7 @@ def test_a_kernel_of_ones_own_is_checked(tmp_path: Path) -> None:
     (tmp_path / "chunked.py").write_text(code, encoding="utf-8")
     run(tmp_path, *words)
     (tmp_path / "chunked.py").write_text(code.replace("* spec.softmax_scale", "* 0.2"))
-    with pytest.raises(AssertionError, match=r"\bimport nanoattn\n"):
+    with pytest.raises(AssertionError, match=r"\bfrom nanoattn import get\n"):
         run(tmp_path, *words, "--first")
 
 
