@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -71,8 +72,8 @@ def test_a_second_derivative_is_refused() -> None:
             torch.autograd.grad(grad.sum(), leaves)
 
 
-@pytest.mark.parametrize("grad", [True, False])
-def test_a_graph_takes_the_same_products(grad: bool) -> None:
+@pytest.mark.parametrize("grad, packed", [(True, True), (False, True), (False, False)])
+def test_a_graph_takes_the_same_products(grad: bool, packed: bool) -> None:
     products: list[object] = []
 
     def look(graph: torch.fx.GraphModule, inputs: object) -> object:
@@ -80,8 +81,8 @@ def test_a_graph_takes_the_same_products(grad: bool) -> None:
         return make_boxed_func(graph.forward)
 
     torch._dynamo.reset()
-    compiled = torch.compile(cpu_matmul.linear, backend=aot_autograd(fw_compiler=look),
-                             fullgraph=True)
+    compiled = torch.compile(partial(cpu_matmul.linear, packed=packed), fullgraph=True,
+                             backend=aot_autograd(fw_compiler=look))
     ts, dy, results = [torch.randn(2, 3, 7), torch.randn(9, 7), torch.randn(9)], [], []
     for linear in (compiled, F.linear):
         own = [t.clone().requires_grad_(grad) for t in ts]

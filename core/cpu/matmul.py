@@ -95,8 +95,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, float32: Float32 = "o
     few = float32 == "few" and (grad or compiling or x.numel() < 4 * x.shape[-1])
     plain = x.dtype == torch.float32 and (few or float32 == "mkl")
     alike = x.dtype == weight.dtype and x.dtype in (torch.float32, torch.bfloat16)
-    packed = packed and alike and weight.is_cpu and not weight.is_inference()
-    if packed and not (plain or grad or compiling):
+    packed = packed and alike and weight.is_cpu and not (plain or grad or compiling)
+    if packed and not weight.is_inference():  # which a trace cannot ask
         return _pointwise(x, _packed_weight(weight), bias)
     if plain or x.dtype != torch.float32:
         return F.linear(x, weight, bias)
