@@ -218,7 +218,7 @@ def load_config(argv: list[str], mode: str | None = None) -> Loaded[Any]:
             continue
         modes = [other for other, kind_ in MODES.items() if name in shown(kind_)]
         if modes or hasattr(TrainConfig, name):
-            of = " and ".join(modes) or "train.py"
+            of = ", ".join(modes) or "train.py"
             raise UserError(f"--{name}: an option of {of}, not of mode {mode}")
         raise UserError(f"unknown option --{name}{did_you_mean(name, mine, '--')}")
     given, origins, _ = gather(kind, [w for w in argv if w not in ("-h", "--help")], **how)
