@@ -100,7 +100,7 @@ import data
 import inference
 from attention.machine.system import synchronize
 from core.files import open_output, printable
-from core.runtime import decide_compile, explained, pick_device, show_log
+from core.runtime import explained, pick_device, show_log, why_not_compile
 from data.tokenizer import well_formed
 from inference import constrain, graphs, serve
 from inference.sampling import Options
@@ -111,8 +111,8 @@ from model import GPT
 def load(config: SampleConfig, **changes: object) -> tuple[GPT, data.Tokenizer]:
     """`changes` go into the GPTConfig."""
     device = pick_device(config.device)
-    if config.compile and not (possible := decide_compile(True, device)):
-        raise UserError(f"--compile is not possible here: {possible.reason}")
+    if config.compile and (why := why_not_compile(True, device)):
+        raise UserError(f"--compile is not possible here: {why}")
     source = config.init_from
     if source == "resume":
         source = config.out_dir

@@ -175,7 +175,8 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
         return 1
     stopped = stop.agreed()
     alone = checkpoint.gathered(run.model) if config.sample_tokens and not stopped else None
-    meter.close()  # from here on no process waits for the main one
+    if meter.metrics:
+        meter.metrics.close()  # from here on no process waits for the main one
     stop.close()
     if stopped:
         distributed.say(f"stopped after step {run.step}; {run.saver.last_good()}")
@@ -275,7 +276,7 @@ def evaluate(run: Run, metrics: Metrics | None = None, stop: Stop | None = None)
                 run.module, batches, run.setup.autocast, run.model.ring, distributed, stop
             )
     finally:
-        parallel.reshard(run.model)
+        getattr(run.model, "reshard", lambda: None)()  # FSDP: free what this pass gathered
         run.model.train()
     run.val_loss = val_loss = losses["val"]
     bits = data.bits_per_byte(run.meta, val_loss)

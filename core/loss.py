@@ -49,10 +49,6 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor,
     x: (N, C); weight: (V, C); targets: (N,) int64, or IGNORE.
     """
     dtype = autocast_dtype(x.device.type) or x.dtype
-    if torch._C._are_functorch_transforms_active():  # the Function below has no rule
-        wide = torch.promote_types(dtype, torch.float32)
-        logits = (x.to(dtype) @ weight.to(dtype).t()).to(wide)
-        return F.cross_entropy(logits, targets, ignore_index=IGNORE)
     # ctx.needs_input_grad is True under no_grad too.
     want_grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     how = targets, dtype, want_grad, matmul_switch

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from attention import Ring
 from core.distributed import DistInfo, Stop, Stopped
 from core.loss import IGNORE
-from core.runtime import CUDA_GRAPHS, NO_GRAPHS, Setup
+from core.runtime import Setup
 from core.settings import UserError
 
 if TYPE_CHECKING:
@@ -45,9 +45,7 @@ def shard(model: nn.Module, distributed: DistInfo, setup: Setup, size: int | Non
         raise UserError(f"--shard_size={size} does not divide the {n} processes")
     if setup.dtype == torch.float16:
         raise UserError("--parallel=fsdp has no loss scaling: use --dtype=bfloat16 or float32")
-    if setup.compile and setup.compile_mode in CUDA_GRAPHS:
-        why = "CUDA graphs cannot hold FSDP's gathered parameters"
-        raise UserError(f"{why}: --compile_mode={setup.compile_mode}; {NO_GRAPHS}")
+    setup.refuse_graphs("cannot hold FSDP's gathered parameters")
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -70,16 +68,14 @@ def shard(model: nn.Module, distributed: DistInfo, setup: Setup, size: int | Non
 
 
 def ring(distributed: DistInfo, T: int) -> Ring | None:
-    if distributed.context_parallel > T:
-        n = distributed.context_parallel
+    if (n := distributed.context_parallel) > T:
         raise UserError(f"--context_parallel={n} processes cannot share --block_size={T} tokens")
     return None if distributed.ring is None else Ring(distributed.ring)
 
 
 def shard_batch(ring: Ring | None, *batch: Tensor) -> tuple[Tensor, ...]:
     """Cut (B, T) tokens, targets and segments along T."""
-    # Padding is a segment of its own.
-    fillings = 0, IGNORE, batch[0].shape[1]
+    fillings = 0, IGNORE, batch[0].shape[1]  # padding is a segment of its own
     return batch if ring is None else (*map(ring.shard, batch, fillings),)
 
 
@@ -121,12 +117,6 @@ def average_gradients(module: Any, on: bool) -> None:
         module.require_backward_grad_sync = on
     elif is_sharded(module):
         module.set_requires_gradient_sync(on)
-
-
-def reshard(module: Any) -> None:
-    """Free what FSDP gathered in a forward pass alone."""
-    if is_sharded(module):
-        module.reshard()
 
 
 # --- a tensor that may be sharded (DTensor) ---
@@ -175,10 +165,10 @@ def deal(rows: Tensor, like: Tensor, mesh: DeviceMesh | None
     copy: list[Placement] = [Replicate()] * mesh.ndim
     by_row = [Shard(1) if p.is_shard() else p for p in getattr(like, "placements", copy)]
     by_matrix: list[Placement] = [Shard(0)] * mesh.ndim
-    (n, _, _), (R, C) = rows.shape, like.shape
+    R, C = like.shape
+    shape: Any = {"shape": torch.Size((len(rows), R, C)), "stride": (R * C, C, 1)}
 
     def move(t: Tensor, before: list[Placement], after: list[Placement]) -> Tensor:
-        shape: Any = {"shape": torch.Size((n, R, C)), "stride": (R * C, C, 1)}
         whole = DTensor.from_local(t.contiguous(), mesh, before, run_check=False, **shape)
         if mesh.device_type == "cpu":  # gloo has no all-to-all: DTensor would warn
             whole = whole.redistribute(placements=copy)

@@ -136,10 +136,10 @@ def profiled(device: torch.device, steps: int = 1,
 
 
 def add_events(found: StepProfile, events: list[FunctionEvent], steps: int) -> None:
-    samples: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))  # us
+    samples: dict[tuple[str, str], list[float]] = defaultdict(list)  # (class, name) -> us
 
     def add(name: str, around: Iterable[str], microseconds: float) -> None:
-        samples[class_of(name, around)][name].append(microseconds)
+        samples[class_of(name, around), name].append(microseconds)
 
     on_host = [e for e in events if e.device_type == DeviceType.CPU]
     if found.of == "operators":
@@ -148,7 +148,7 @@ def add_events(found: StepProfile, events: list[FunctionEvent], steps: int) -> N
                 add(e.name, (), e.time_range.elapsed_us())
             elif FUSED.search(e.name) or OPERATOR.search(e.name):
                 add(e.name, parents(e), e.self_cpu_time_total)
-        busy = sum(sum(us) for names in samples.values() for us in names.values())
+        busy = sum(map(sum, samples.values()))
     else:
         # A range appears on the device too.
         ranges = {e.name for e in on_host if e.scope == USER_SCOPE}
@@ -166,10 +166,8 @@ def add_events(found: StepProfile, events: list[FunctionEvent], steps: int) -> N
             busy += max(0.0, end - max(start, reached))
             reached = max(reached, end)
     found.busy_ms = busy / 1e3 / steps
-    for kind, names in samples.items():
-        found.kernels[kind] = {
-            name: (sum(us) / 1e3 / steps, len(us) // steps) for name, us in names.items()
-        }
+    for (kind, name), us in samples.items():
+        found.kernels.setdefault(kind, {})[name] = sum(us) / 1e3 / steps, len(us) // steps
 
 
 def parents(event: FunctionEvent) -> Iterator[str]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import bench_mfu
 from core.cpu import int8
-from core.runtime import Decision, Setup
+from core.runtime import Setup
 from core.settings import UserError
 from inference import engine
 from model import GPT, GPTConfig
@@ -127,7 +127,7 @@ def test_refusals() -> None:
 
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="no AVX-512")
 def test_a_few_rows_of_float32_are_exact_and_by_onednn_in_inference_only() -> None:
-    setup = replace(Setup.of(torch.device("cpu"), "float32"), onednn=Decision(False, "as on Intel"))
+    setup = replace(Setup.of(torch.device("cpu"), "float32"), onednn=False)  # as on Intel
     for made, rows, few in ((setup, 3, False), (setup, 9, True),
                             (replace(setup, few_rows=False), 9, False)):
         layer = made.place(torch.nn.Sequential(torch.nn.Linear(64, 96)), cast=True)

@@ -272,7 +272,7 @@ def test_what_does_not_go_with_fsdp(n: int, size: int | None, how: Any, named: s
 
 
 @pytest.mark.parametrize("world, named", [
-    ({}, "--context_parallel=2"), ({"WORLD_SIZE": "2"}, "RANK"), ({"RANK": "0"}, "MASTER_ADDR"),
+    ({}, "--context_parallel=2"), ({"WORLD_SIZE": "2"}, "RANK"), ({"RANK": "0"}, "WORLD_SIZE"),
     ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}, "RANK=2"),
     ({"LOCAL_RANK": "1"}, "RANK")])  # fmt: skip
 def test_a_ring_and_an_incomplete_launch_need_processes(world, named, monkeypatch) -> None:

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import tracemalloc
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -184,7 +185,7 @@ def test_a_typo_is_an_error_with_the_nearest_name(tmp_path: Path) -> None:
 def test_expressions_are_what_python_makes_of_them(a: int, b: int, text: str) -> None:
     lines = [f"n_layer = {a}", f"window: int = {b} * n_layer + int(rate) - min({a}, -{b}, 0)",
              f"lengths = [n_layer, {b} // 2 + 1, int(1e3)]", "rate = 1 / (1 + float(window))",
-             f"name = {text!r} + str(n_layer) + f'-{{window}}'"]
+             f"name = {text!r} + str(n_layer) + '-' + str(window)"]
     expected: dict[str, Any] = {"rate": Config.rate}
     exec("\n".join(lines), expected)
     with tempfile.TemporaryDirectory() as folder:
@@ -200,7 +201,7 @@ BAD = [  # lines of a file: calls, other names, what takes for ever, what is no 
     "n_layer = 2 * heads", "n_layer = 2 * window", "n_layer = ", "n_layer = 1 / 0", "rate = 1e999",
     "name = 'a' * 10**12", "n_layer = 9 ** 9 ** 9", "n_layer = 1 << 10**12",
     "n_layer = round(1, -10**9)", "name = f'{n_layer:9999999999}'", "lengths = [1] * 10**12",
-    "lengths = {1, 2}", "lengths = [x for x in (1, 2)]", "name = b'x'", "name = '\0'",
+    "lengths = {1, 2}", "lengths = [x for x in (1, 2)]", "name = b'x'", "name = f'x'",
     "n_layer = lengths[0]", "n_layer += 1", "del n_layer",
     "n_layer = " + "-" * 9999 + "1", "n_layer = " + "(" * 300 + "1" + ")" * 300,
     "n_layer = 1" + " + 1" * 9999, "name = str(" * 3000 + "1" + ")" * 3000,
@@ -243,17 +244,36 @@ def test_settings_survive_json_and_are_checked(values: dict[str, Any]) -> None:
 # --- the process ---
 
 
-@pytest.mark.parametrize("rank, lines", [("0", 1), ("1", 0)])
-def test_a_mistake_is_one_line_of_rank_0_and_code_2(rank, lines, monkeypatch, capsys) -> None:
+@pytest.mark.parametrize("rank", ["0", "3"])
+def test_a_mistake_is_one_line_with_its_rank_and_code_2(rank, monkeypatch, capsys) -> None:
     monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)  # torchrun ends ranks in this time
     with pytest.raises(SystemExit) as ended:
         exit_on_user_error(lambda: read(Config, ["--n_layer=\x1b[2J"]) and None)
     shown = capsys.readouterr()
-    assert ended.value.code == 2 and shown.out == "" and shown.err.count("\n") == lines
-    assert "\x1b" not in shown.err
+    assert ended.value.code == 2 and shown.out == "" and shown.err.count("\n") == 1
+    assert "\x1b" not in shown.err and ("rank 3" in shown.err) == (rank == "3")
     with pytest.raises(SystemExit):  # a file may fail on one rank alone
         exit_on_user_error(lambda: print(Path("/nowhere/x").read_text()))
     assert "/nowhere/x" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks, shown", [("1", "error (rank 1): "), ("01", "error: ")])
+def test_torchrun_shows_a_mistake_once(ranks: str, shown: str, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(f"""import os, time
+from core.settings import UserError, exit_on_user_error
+def main():
+    if os.environ["RANK"] in "{ranks}":
+        raise UserError("no such folder")
+    time.sleep(60)
+exit_on_user_error(main)""")
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = subprocess.run([*line, str(program)], capture_output=True, text=True, cwd=ROOT,
+                          env=os.environ | {"PYTHONPATH": str(ROOT)})
+    printed = [x for x in done.stderr.splitlines() if "no such folder" in x]
+    assert done.returncode == 1 and printed == [shown + "no such folder"]
 
 
 def python(code: str, *words: str, **how: Any) -> subprocess.CompletedProcess[str]:

@@ -10,11 +10,11 @@ import sys
 import pytest
 from checkout import ROOT
 
-from core import threads
+from core import terminal
 
 STAT = "cpu  0 0 0 0 0 0 0 0\n{}intr 5\n"  # of Linux: user, nice, system, idle, waiting, ...
 PROGRAM = """import os
-from core.threads import wait_passively
+from core.terminal import wait_passively
 wait_passively()
 print("policy", os.environ.get("OMP_WAIT_POLICY"))"""
 
@@ -30,8 +30,8 @@ def test_only_the_cores_that_it_may_use_are_looked_at(mine, share, monkeypatch) 
         return io.StringIO(STAT.format("".join(lines)))
 
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: mine, raising=False)
-    monkeypatch.setattr(threads, "open", proc_stat, raising=False)
-    assert threads.cores_in_use() == share
+    monkeypatch.setattr(terminal, "open", proc_stat, raising=False)
+    assert terminal.cores_in_use() == share
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="it reads Linux's /proc/stat")

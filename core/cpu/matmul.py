@@ -9,7 +9,7 @@ from __future__ import annotations
 import platform
 from contextlib import nullcontext
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.nn as nn
@@ -174,27 +174,20 @@ def pack(model: nn.Module) -> None:
             module.packed = True
 
 
-class _Packed(NamedTuple):
-    alias: Tensor  # keeps the weight's address from other tensors
-    key: tuple[object, ...]
-    sample: Tensor  # view of its first numbers
-    before: Tensor  # their copy
-    weight: Tensor
-
-
-_packed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # weight -> _Packed
+# weight -> (version and address, view of its first numbers, their copy, packed weight)
+_packed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def _packed_weight(weight: Tensor) -> Tensor:
-    """The weight in oneDNN's layout. A write through .data has no version: see `sample`."""
-    key = weight._version, weight.data_ptr(), weight.dtype
-    found = _packed.get(weight)
-    if found is None or found.key != key or not torch.equal(found.sample, found.before):
-        alias = weight.detach()
-        made = torch.ops.mkldnn._reorder_linear_weight(alias, ROWS)
-        sample = alias[0, :16]
-        found = _packed[weight] = _Packed(alias, key, sample, sample.clone(), made)
-    return found.weight
+    """The weight in oneDNN's layout. A write through .data has no version: the view shows it."""
+    version = weight._version, weight.data_ptr(), weight.dtype
+    none: Any = (None,) * 4
+    before, view, copy, packed = _packed.get(weight, none)
+    if before != version or not torch.equal(view, copy):
+        view = weight.detach()[0, :16]  # also keeps the address from other tensors
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS)
+        _packed[weight] = version, view, view.clone(), packed
+    return packed
 
 
 # --- which path is faster here ---
@@ -211,11 +204,8 @@ def exact() -> bool:
 
 
 def few_rows_pay() -> bool:
-    return _available() and torch.backends.cpu.get_cpu_capability() == "AVX512"
-
-
-def _available() -> bool:
-    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    return torch.backends.mkldnn.is_available() and avx512
 
 
 def _amd() -> bool:
@@ -229,7 +219,7 @@ def why_not(wanted: bool | None, device: torch.device, dtype: torch.dtype) -> st
         return "--onednn=False"
     if device.type != "cpu" or dtype != torch.float32:
         return f"not for {str(dtype).removeprefix('torch.')} on {device.type}"
-    if not _available():
+    if not torch.backends.mkldnn.is_available():
         return "this PyTorch has no oneDNN"
     if wanted:
         return ""
