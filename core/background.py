@@ -1,4 +1,4 @@
-"""Work in daemon threads, which end with the process: those of ThreadPoolExecutor do not."""
+"""Work in daemon threads, which end with the process."""
 
 from __future__ import annotations
 

@@ -111,7 +111,6 @@ class DistInfo:
                 dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
     def name_missing(self, error: Exception, resume: str) -> None:
-        """After a failed collective: print the ranks that do not report."""
         text = str(error).lower()
         of_group = isinstance(error, dist.DistError) or "gloo" in text or "nccl" in text
         if self.control is None or not of_group:

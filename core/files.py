@@ -83,8 +83,8 @@ def _quoted(word: str) -> str:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Create --out_dir and keep other processes out: by `.lock`, on a shared disk too; by a socket,
-    also if the folder is deleted. Raises UserError."""
+    """Create --out_dir and keep others out, by a file on a shared disk too, by a socket if the
+    folder is deleted. Raises UserError."""
     path = folder / ".lock"
     option = f"--out_dir={printable(folder)}"
     existed = os.path.exists(folder)

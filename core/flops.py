@@ -124,7 +124,7 @@ def peak(device: str | torch.device, dtype: str,
 
 def kept_rate(what: str, device: torch.device, measure: Callable[[], float],
               again: bool) -> tuple[float, str]:  # fmt: skip
-    """A rate, kept for later, and its age in words; measured again after a busy time."""
+    """A rate, kept for later, and its age; measured again after a busy time."""
     file = memory().with_name("rates.json")
     key = f"{what}, {describe(device)}, torch {torch.__version__}"
     today, known = datetime.now(timezone.utc).date(), dict[str, Any]()
@@ -149,7 +149,7 @@ def kept_rate(what: str, device: torch.device, measure: Callable[[], float],
 
 
 def clock() -> tuple[float, float]:
-    """Seconds now, and those that this thread has waited for a core (0: not Linux)."""
+    """Seconds now, and those spent waiting for a core (0: not Linux)."""
     try:
         waited = int(Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()[1])
     except OSError:
@@ -158,7 +158,7 @@ def clock() -> tuple[float, float]:
 
 
 def disturbed(since: tuple[float, float]) -> bool:
-    """True if this thread has waited for a tenth of the time since that clock()."""
+    """True if a tenth of the time since that clock() went by waiting."""
     passed, waited = (b - a for a, b in zip(since, clock()))
     return waited > max(0.01, 0.1 * passed)
 

@@ -37,17 +37,14 @@ class Head(nn.Module):
         return linear_cross_entropy(x, weight, targets, self.matmul_switch(x))
 
     def matmul_switch(self, x: Tensor) -> Switch:
-        """Context of the loss's matrix products (core/cpu/matmul.py)."""
+        """Context of the loss's matrix products."""
         return nullcontext
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor,
                          matmul_switch: Switch = nullcontext) -> Tensor:  # fmt: skip
-    """Mean cross entropy of x @ weight.T in nats: float32 (), or float64 as x. All targets ignored:
-    NaN with zero gradients, as F.cross_entropy.
-
-    x: (N, C); weight: (V, C); targets: (N,) int64, or IGNORE.
-    """
+    """x (N, C), weight (V, C), targets (N,) int64 -> the mean in nats, float32 (), or float64 as x.
+    All targets ignored: NaN with zero gradients, as F.cross_entropy."""
     dtype = autocast_dtype(x.device.type) or x.dtype
     # ctx.needs_input_grad is True under no_grad too.
     want_grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)

@@ -1,4 +1,4 @@
-"""Progress in print, metrics.jsonl, loss.png, Weights & Biases. A failing logger only warns."""
+"""Progress: lines, metrics.jsonl, loss.png, Weights & Biases. A failing logger only warns."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Metrics:
             self.file.flush()
         except OSError as e:  # what is buffered is written later
             if not self.failed:
-                log.warning("%s could not be written (%s); the training goes on", self.path, e)
+                log.warning("%s could not be written (%s)", self.path, e)
             self.failed = True
         if self.wandb is not None:
             run, self.wandb = self.wandb, None  # if it fails
@@ -102,8 +102,6 @@ class Metrics:
 
 
 class Meter:
-    """Measures and prints the progress of a run."""
-
     metrics: Metrics | None = None
 
     def __init__(self, distributed: DistInfo, model: Sizes, config: TrainConfig, backend: Backend,
@@ -226,11 +224,10 @@ def draw(path: Path, picture: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    rows = read(path)
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     for key, label, color, marker in (("loss", "training, batch by batch", "#9bb1c0", ""),
                                       ("val_loss", "validation", "#c7553b", "o")):  # fmt: skip
-        if points := [(r["iter"], r[key]) for r in rows if key in r]:
+        if points := [(r["iter"], r[key]) for r in read(path) if key in r]:
             axes.plot(*zip(*points), label=label, color=color, marker=marker, linewidth=1.2)
             axes.legend(frameon=False)
     if points:
@@ -239,8 +236,8 @@ def draw(path: Path, picture: Path) -> None:
     axes.locator_params(axis="x", integer=True)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-    name = printable(path.resolve().parent.name)
-    axes.set(xlabel="step", ylabel="loss (nats a token)", title=name)
+    title = printable(path.resolve().parent.name)
+    axes.set(xlabel="step", ylabel="loss (nats a token)", title=title)
     with replacing(picture) as file:
         figure.savefig(file, dpi=120, format="png")
     plt.close(figure)

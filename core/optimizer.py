@@ -1,4 +1,4 @@
-"""AdamW and Muon, learning rates, and an update that does not wait for the device."""
+"""AdamW, Muon, learning rates, and an update that does not wait for the device."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, config: Confi
     return matrices[0]["lr"] if matrices else rate
 
 
-def build_optimizer(model: nn.Module, config: Config, device: torch.device,
+def build_optimizer(model: Any, config: Config, device: torch.device,
                     processes: int = 1) -> torch.optim.AdamW:  # fmt: skip
     """Fused AdamW that decays matrices only, or Muon; processes: copies of the model (DDP)."""
     fused = device.type in ("cuda", "cpu")
@@ -73,12 +73,13 @@ def build_optimizer(model: nn.Module, config: Config, device: torch.device,
     if getattr(config, "optimizer", "adamw") == "muon":
         from torch.distributed.device_mesh import init_device_mesh
 
-        gpt: Any = model
+        muon = Muon(muon_groups(model, config), **how)
         half = device.type == "cpu" and config.dtype == "bfloat16"
-        half = half and why_not_bfloat16(gpt.config.n_embd) is None
-        dtype = torch.bfloat16 if half or device.type == "cuda" else None
-        mesh = init_device_mesh(device.type, (processes,)) if processes > 1 else None
-        return Muon(muon_groups(model, config), dtype, mesh, **how)
+        if device.type == "cuda" or (half and not why_not_bfloat16(model.config.n_embd)):
+            muon.dtype = torch.bfloat16
+        if processes > 1:
+            muon.mesh = init_device_mesh(device.type, (processes,))
+        return muon
     params = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in params if p.dim() >= 2], "weight_decay": config.weight_decay},
@@ -163,16 +164,10 @@ class Muon(torch.optim.AdamW):
 
     Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) moves a matrix by its momentum with
     all singular values set to 1; each process orthogonalizes some matrices.
-
-    Args:
-        dtype: of Newton-Schulz; None: of the weights.
-        mesh: processes with a copy of the weights each; None: one, or FSDP.
     """
 
-    def __init__(self, groups: list[Group], dtype: torch.dtype | None, mesh: DeviceMesh | None,
-                 **adamw: Any) -> None:  # fmt: skip
-        super().__init__(groups, **adamw)
-        self.dtype, self.mesh = dtype, mesh
+    dtype: torch.dtype | None = None  # of Newton-Schulz; None: of the weights
+    mesh: DeviceMesh | None = None  # processes with a copy of the weights; None: one, or FSDP
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -233,9 +228,9 @@ def orthogonal(matrices: list[Tensor]) -> list[Tensor]:
 @record_function(profile.UPDATE)
 def update(optimizer: torch.optim.AdamW, scaler: torch.amp.GradScaler, loss: Tensor, clip: float,
            found_inf: Tensor) -> None:  # fmt: skip
-    """Clip gradients to the global norm `clip` (0: off), and step. If the loss or a gradient is not
-    finite, no weight changes and found_inf, float32 (), is set to 1; in float16 a gradient only
-    lowers the loss scale. Nothing waits for the device."""
+    """Clip gradients to the global norm `clip` (0: off), and step. Where the loss or a gradient is
+    not finite, no weight changes and found_inf, float32 (), becomes 1; in float16 a gradient only
+    lowers the loss scale."""
     params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     if scaler.is_enabled():
         scaler.unscale_(optimizer)

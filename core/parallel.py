@@ -81,7 +81,7 @@ def shard_batch(ring: Ring | None, *batch: Tensor) -> tuple[Tensor, ...]:
 
 def mean_loss(module: nn.Module, batches: Iterable[tuple[Tensor, ...]], autocast: torch.autocast,
               ring: Ring | None, distributed: DistInfo, stop: Stop | None) -> float:  # fmt: skip
-    """Mean loss over all processes; NaN without targets. batches: x, y, perhaps segments (B, T)."""
+    """Mean over all processes; NaN without targets. batches: x, y, perhaps segments (B, T)."""
     total = torch.zeros((), device=distributed.device)
     targets = torch.zeros((), dtype=torch.int64, device=distributed.device)
     for batch in batches:
@@ -98,8 +98,8 @@ def mean_loss(module: nn.Module, batches: Iterable[tuple[Tensor, ...]], autocast
 
 
 def loss_weights(module: nn.Module, targets: Tensor) -> Tensor:
-    """Weights (n,) float32 of micro-batches by their targets (n,) int64, times the processes, over
-    which gradients are averaged; NaN without targets."""
+    """Weights (n,) float32 of micro-batches by their targets (n,) int64, times the processes that
+    average gradients; NaN without targets."""
     total = targets.sum()
     processes = 1
     if isinstance(module, DistributedDataParallel) or is_sharded(module):
@@ -149,13 +149,11 @@ def fill(target: Any, source: Tensor) -> None:
 
 def deal(rows: Tensor, like: Tensor, mesh: DeviceMesh | None
          ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:  # fmt: skip
-    """Divide n whole matrices among the processes. Collective, as is the returned function.
+    """Divide n whole matrices among the processes: (m, R, C) for this one, and a function from its
+    results to (n, r, C). Both are collective.
 
-    Args:
-        rows: (n, r, C), this process's rows: all, or FSDP's shard.
-        like: a parameter (R, C), sharded as `rows`.
-        mesh: processes with all rows (DDP); None: one, or FSDP.
-    Returns (m, R, C), this process's share, and a function from its results to (n, r, C).
+    rows: (n, r, C), this process's rows: all, or FSDP's shard; like: a parameter (R, C), sharded as
+    they are; mesh: processes with all rows (DDP), or None.
     """
     mesh = getattr(like, "device_mesh", mesh)
     if mesh is None:

@@ -1,14 +1,5 @@
-"""Time of a training step by classes of kernels, from PyTorch's profiler:
-on CUDA of kernels, which may overlap, on CPUs of operators and Inductor's kernels.
-
-    products        matrix products, of the head too
-    attention       attention kernels; manual's batched products and softmax
-    elementwise     all other operators and fused kernels
-    loss            cross entropy, without the products
-    optimizer       clipping, update, adding gradients over micro-batches
-    communication   NCCL, Gloo, FSDP's copies
-    other           kernels with unknown names; copies from the host
-"""
+"""Time of a training step by classes of kernels, from PyTorch's profiler; on CPUs of operators and
+Inductor's kernels. Other operators are "elementwise", unknown kernels "other"."""
 
 from __future__ import annotations
 
@@ -38,7 +29,9 @@ USER_SCOPE = 7  # at::RecordScope of record_function
 
 PATTERNS = {  # the first match
     "communication": r"nccl|gloo:|c10d|FSDP::|all_?reduce|all_?gather|reduce_?scatter",
+    # Clipping, update, adding gradients over micro-batches.
     "optimizer": rf"{UPDATE}|Optimizer\.|AccumulateGrad|multi_tensor_apply|_foreach_|_fused_adam",
+    # And manual's batched products and softmax.
     "attention": r"flash|fmha|sdpa|attention|attn_|flex|^forward_kernel|dq_kernel|dkdv"
                  r"|cudnn::fusion|aten::(badd)?bmm|(?-i:(?<!log)_softmax(?!_online))",
     "products": r"aten::(add)?mm_?$|nanoattn::linear|mkl|gemm|gemv|nvjet|cutlass|xmma|cublas"

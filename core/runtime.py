@@ -48,8 +48,8 @@ def pick_device(wanted: str) -> torch.device:
 
 
 def pick_dtype(wanted: str, device: torch.device, n_embd: int | None = None) -> torch.dtype:
-    """Dtype of matrix products; "auto": bfloat16 if the hardware has it. On a CPU only in training
-    (n_embd): generated text would depend on the cache."""
+    """Dtype of matrix products; "auto": half if the hardware has it, on a CPU only in training
+    (n_embd): text would depend on the cache."""
     if wanted != "auto":
         return getattr(torch, wanted)
     if device.type == "cuda":
@@ -73,11 +73,11 @@ def why_not_compile(wanted: bool | None, device: torch.device) -> str:
     if wanted is False:
         return "--compile=False"
     if device.type == "cuda" and find_spec("triton") is None:
-        return "package 'triton' is not installed (pip install triton)"
+        return "package 'triton' is not installed"
     if device.type == "cpu" and not any(map(shutil.which, ("c++", "g++", "clang++", "cl"))):
         return "no C++ compiler found"
     if wanted is None and device.type != "cuda":
-        return f"--compile=True pays on long runs on the {device.type}"
+        return "--compile=True pays on long runs"
     return ""
 
 
@@ -123,7 +123,6 @@ class Setup:
 
     @property
     def autocast(self) -> torch.autocast:
-        """Reusable context of a forward pass."""
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
     def scaler(self) -> torch.amp.GradScaler:
@@ -145,11 +144,10 @@ class Setup:
         return model
 
     def compiled(self, model: nn.Module, micro_steps: int = 1) -> nn.Module:
-        """Compile, if decided. UserError: CUDA graphs would overwrite gradients of several
-        micro-batches (PyTorch issue 169545)."""
+        """Compile, if decided. Raises UserError."""
         if not self.compile:
             return model
-        if self.device.type == "cuda" and micro_steps > 1:
+        if self.device.type == "cuda" and micro_steps > 1:  # PyTorch issue 169545
             self.refuse_graphs(f"cannot add up {micro_steps} micro-batches")
         return cast(nn.Module, torch.compile(model, mode=self.compile_mode))
 
@@ -169,8 +167,8 @@ def _switch(why_not: str) -> str:
 
 
 class StopSignal:
-    """Notes SIGTERM, Ctrl-C, SIGHUP, torchrun's death; a second one ends at once, except where
-    torchrun repeats a scheduler's, or a closing terminal SIGHUP."""
+    """Notes SIGTERM, Ctrl-C, SIGHUP, torchrun's death; a second one ends at once, but a repeated
+    SIGHUP or torchrun's."""
 
     def __init__(self, says: str = "stopping; saving the last step") -> None:
         self.signal: int | None = None

@@ -35,7 +35,7 @@ Texts = Annotated[tuple[str, ...], "whole"]  # --start="Well, well" is not split
 Size = Annotated[int, Field(gt=0, lt=2**31)]
 LINE = "command line"
 SWITCH_WORDS = {*["true", "false", "1", "0", "on", "off", "yes", "no", "t", "f", "y", "n", "none"]}
-ALONE_S = 5.0  # in which torchrun would end this rank, if rank 0 had failed too
+ALONE_S = 5.0  # torchrun would end this rank sooner, had rank 0 failed too
 _adapter = functools.cache(lambda hint: TypeAdapter(hint, config=ConfigDict(allow_inf_nan=False)))
 
 
@@ -82,7 +82,7 @@ def read(cls: type[T], argv: Sequence[str], **options: Any) -> Loaded[T]:
 
 
 def read_early(cls: type, argv: Sequence[str], **options: Any) -> None:
-    """Handle --help, mistakes and Ctrl-C before slow imports."""
+    """Handle --help, mistakes and Ctrl-C, before slow imports."""
     terminal.end_at_once()
     terminal.prepare("stderr")
     try:
@@ -96,8 +96,8 @@ def gather(cls: type, argv: Sequence[str], *, aliases: Mapping[str, str] = {},
            ignored: Mapping[str, str] = {}, positional: str | None = None,
            shown: Collection[str] | None = None
            ) -> tuple[Values, dict[str, str], tuple[str, ...]]:  # fmt: skip
-    """Given values, origins, notes. aliases: other name -> field; ignored: other setting -> why;
-    positional: field of bare words, or None for config files."""
+    """Given values, origins, notes. aliases: name -> field; ignored: name -> why; positional: field
+    of bare words, or None for config files."""
     hints = _hints(cls)
     fields = {name: name for name in hints} | dict(aliases)
     known = {field.name: field.default for field in dataclasses.fields(cls)}
@@ -112,22 +112,20 @@ def gather(cls: type, argv: Sequence[str], *, aliases: Mapping[str, str] = {},
     if not help_wanted:
         rows += [(LINE, name, text, False) for name, text in options if name != "config"]
     for origin, name, given, used in rows:
+        where = f"--{name}" if origin == LINE else f"{origin}: {name}"
         if name not in fields:
-            why = ignored.get(name)
-            if why is None and origin == LINE:
-                raise UserError(f"unknown option --{name}{did_you_mean(name, fields, '--')}")
-            if why is None and used:
-                continue
-            if why is None and difflib.get_close_matches(name, [*fields, *ignored], 1, 0.8):
-                raise UserError(f"{origin}: unknown setting {name!r}{did_you_mean(name, fields)}")
-            notes[name] = f"{name} is ignored ({origin}): {why or 'no setting uses it'}"
+            near = difflib.get_close_matches(name, [*fields, *ignored], 1, 0.8)
+            if name not in ignored and (origin == LINE or (near and not used)):
+                raise UserError(f"{where}: unknown setting{did_you_mean(name, fields)}")
+            if name in ignored or not used:
+                why = ignored.get(name, "no setting uses it")
+                notes[name] = f"{name} is ignored ({origin}): {why}"
             continue
         field = fields[name]
         hint = hints[field]
-        where = f"--{name}" if origin == LINE else f"{origin}: {name}"
         value = _parse(hint, given, where) if origin == LINE else check(hint, given, where)
         if value == "" and hint in (str, str | None):  # Path("") would be the current folder
-            raise UserError(f"{where}: expected a text, got '' (an unset variable of the shell?)")
+            raise UserError(f"{where}: expected a text, got ''")
         if origin == LINE == origins.get(field):
             if _is_tuple(hint):
                 value = values[field] + value  # a repeated list grows
@@ -142,7 +140,7 @@ def gather(cls: type, argv: Sequence[str], *, aliases: Mapping[str, str] = {},
 
 def from_dict(cls: type[T], mapping: Mapping[str, object], origin: str = "settings.json") -> T:
     if not isinstance(mapping, Mapping):
-        raise UserError(f"{origin}: expected an object of settings, got {str(mapping)[:60]}")
+        raise UserError(f"{origin}: expected an object, got {str(mapping)[:60]}")
     hints = _hints(cls)
     if unknown := ", ".join(repr(name) for name in mapping if name not in hints):
         raise UserError(f"{origin}: unknown settings {unknown} (written by another version?)")
@@ -177,7 +175,7 @@ def exit_on_user_error(main: Callable[[], int | None], lasting: bool = False) ->
 
 
 def _fail(text: str) -> NoReturn:
-    """Print an error once: torchrun ends the other ranks after the first one has failed."""
+    """Print an error once: torchrun ends the others after the first."""
     where = ""
     if (rank := os.environ.get("RANK", "0")) != "0":
         for number in terminal.SIGNALS:
@@ -253,7 +251,7 @@ def _parse(hint: object, text: str, name: str) -> Any:
     several = _is_tuple(hint)
     words = text.split(",") if several and text else [text] * (not several)
     if several and any(re.match(r"\s*([-+]?0\d|$)", word) for word in words):
-        why = "expected values between commas, without leading zeros"
+        why = "expected values between commas"
         raise UserError(f"{name}: {why}, got {text!r}")
     values = [None if _may_be_none(hint) and w.lower() == "none" else w for w in words]
     return check(hint, values if several else values[0], name, strict=False)
@@ -291,7 +289,7 @@ def did_you_mean(word: str, choices: Iterable[str], before: str = "") -> str:
 
 # --- the config file ---
 
-LARGEST = 2**16  # bytes of a file; characters of a text, items of a list, bits of an integer
+LARGEST = 2**16  # characters of a file or text, bits of an integer
 _ARITHMETIC = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
                ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
                ast.Pow: operator.pow}  # fmt: skip
@@ -299,8 +297,7 @@ _CALLS: Values = {f.__name__: f for f in (str, int, float, min, max)} | {"time.t
 
 
 def parse_config(path: str, known: Values) -> Iterator[tuple[str, str, Any, bool]]:
-    """Yield ("path:line", name, value, is it used later?) of each assignment, added to `known`;
-    nothing is executed."""
+    """Yield ("path:line", name, value, used later?) of each assignment, without executing it."""
     try:
         with open(path, encoding="utf-8-sig") as file:
             text = file.read(LARGEST + 1)
@@ -334,7 +331,7 @@ def parse_config(path: str, known: Values) -> Iterator[tuple[str, str, Any, bool
 
 
 def _evaluate(node: ast.expr | None, names: Mapping[str, object]) -> Any:
-    """The value. ValueError, among others, also if it could exhaust memory."""
+    """Raises, among others, ValueError, also for what could exhaust memory."""
     value: Any
     match node:
         case ast.Constant(value=None | str() | int() | float() as value):

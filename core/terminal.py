@@ -22,7 +22,7 @@ def escaped(text: str) -> str:
 
 
 class _Lasting(io.FileIO):
-    """Becomes /dev/null, with a warning, when it cannot be written."""
+    """Becomes /dev/null, with a warning, at an error."""
 
     def write(self, data: Any, /) -> int:
         try:
@@ -72,8 +72,7 @@ def end_at_once() -> None:
 
 
 def raise_on_signals() -> None:
-    """Let the first of SIGNALS raise KeyboardInterrupt(128 + number). torchrun's SIGTERM and SIGHUP
-    end a process."""
+    """Let the first signal raise KeyboardInterrupt(128 + number); torchrun's end a process."""
 
     def interrupt(number: int, frame: object) -> NoReturn:
         for other in mine:  # a terminal that closes sends SIGHUP twice

@@ -294,7 +294,7 @@ for program in ("train.py", "sample.py", "explain.py"):
     shown = python(code, file).stdout
     assert all(f"{program}.py 0" in shown for program in ("train", "sample", "explain")), shown
     assert "--n_layer" in shown and "77" in shown and shown.count("--init_from") >= 3
-    assert "probability; 0 is good" in shown
+    assert "probability; 0 for" in shown
 
 
 RUN = "from core.settings import exit_on_user_error as run; run"

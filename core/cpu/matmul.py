@@ -1,13 +1,11 @@
-"""Faster matrix products on CPUs by oneDNN, and when bfloat16 is faster.
-
-PyTorch gives float32 products to MKL, slow on AMD with AVX-512 (docs/LOG.md). Its switch would slow
-attention: it is set around single products, if oneDNN is exact. A resumed run must decide the same.
-"""
+"""Faster matrix products on CPUs by oneDNN, and when bfloat16 is faster. PyTorch gives float32
+products to MKL, slow on AMD with AVX-512; its switch, set for all, would slow attention."""
 
 from __future__ import annotations
 
 import platform
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any, Literal
 
@@ -45,7 +43,7 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """A tied wte with a sparse gradient for few tokens: autograd adds it to the head's."""
+    """A tied wte: the gradient of few tokens is sparse, and added to the head's."""
 
     def forward(self, idx: Tensor) -> Tensor:
         few = idx.numel() < self.num_embeddings and not _compiling()
@@ -64,15 +62,15 @@ class OneDNNHead(Head):
         return nullcontext if plain or self.float32 != "onednn" else onednn
 
 
-class onednn:
+@contextmanager
+def onednn() -> Iterator[None]:
     """Context in which float32 products go to oneDNN."""
-
-    def __enter__(self) -> None:
-        self.before = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("medium")
-
-    def __exit__(self, *error: object) -> None:
-        torch.set_float32_matmul_precision(self.before)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
@@ -142,7 +140,7 @@ class _Linear(torch.autograd.Function):
 
 
 def half_product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in bfloat16, (M, K) and (K, N); two threads are faster in two halves."""
+    """a @ b in bfloat16, (M, K) and (K, N), for two threads in two halves."""
     M, N = a.shape[0], b.shape[1]
     if torch.get_num_threads() != 2 or not 2**19 < M * N <= 2**20:
         return a @ b
@@ -152,7 +150,7 @@ def half_product(a: Tensor, b: Tensor) -> Tensor:
     return out
 
 
-# For torch.compile, whose graphs have no switch inside.
+# A compiled graph has no switch inside.
 _LIBRARY = torch.library.Library("nanoattn", "FRAGMENT")
 _LIBRARY.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 _LIBRARY.impl("linear", _linear, "CPU")
@@ -161,7 +159,7 @@ _LIBRARY.impl("linear", lambda x, w, b: x.new_empty(*x.shape[:-1], w.shape[0]), 
 
 # --- without gradients: oneDNN with a packed copy of the weights ---
 
-ROWS = 8  # of the layout, good for any number (docs/LOG.md)
+ROWS = 8  # of the layout, good for any number
 MOST_BYTES = 2**31  # of a model's weights: the copy doubles them
 
 
@@ -174,12 +172,12 @@ def pack(model: nn.Module) -> None:
             module.packed = True
 
 
-# weight -> (version and address, view of its first numbers, their copy, packed weight)
+# weight -> (version and address, view of its first numbers, their copy, packed)
 _packed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def _packed_weight(weight: Tensor) -> Tensor:
-    """The weight in oneDNN's layout. A write through .data has no version: the view shows it."""
+    """In oneDNN's layout. A write through .data changes no version, but the view."""
     version = weight._version, weight.data_ptr(), weight.dtype
     none: Any = (None,) * 4
     before, view, copy, packed = _packed.get(weight, none)
@@ -224,10 +222,10 @@ def why_not(wanted: bool | None, device: torch.device, dtype: torch.dtype) -> st
     if wanted:
         return ""
     if not _amd():
-        return "it is faster on AMD's processors only"
+        return "it is faster on AMD only"
     if torch.backends.cpu.get_cpu_capability() != "AVX512":
         return "this processor has no AVX-512"
-    return "" if exact() else "its products are less exact than float32 here"
+    return "" if exact() else "it is less exact here"
 
 
 # n_embd of the smallest measured model (docs/SPEED.md)
@@ -237,9 +235,9 @@ LEAST_WIDTH = {"AMX": 128, "AVX512_BF16": 384}
 def why_not_bfloat16(n_embd: int) -> str | None:
     """Why bfloat16 is slower here, or None."""
     if not (units := bfloat16_units()):
-        return "this processor has no units for it (AMX, AVX512_BF16)"
+        return "this processor has neither AMX nor AVX512_BF16"
     if units == "AVX512_BF16" and not _amd():  # Intel's are as slow as float32
-        return "AVX512_BF16 is faster on AMD's processors only"
+        return "AVX512_BF16 is faster on AMD only"
     if n_embd < LEAST_WIDTH[units]:
-        return f"bfloat16 is measured faster from n_embd={LEAST_WIDTH[units]} on, this is {n_embd}"
+        return f"it is faster from n_embd={LEAST_WIDTH[units]} on, this is {n_embd}"
     return None
