@@ -112,11 +112,12 @@ def gather(cls: type, argv: Sequence[str], *, aliases: Mapping[str, str] = {},
     if not help_wanted:
         rows += [(LINE, name, text, False) for name, text in options if name != "config"]
     for origin, name, given, used in rows:
-        where = f"--{name}" if origin == LINE else f"{origin}: {name}"
+        before = "--" if origin == LINE else ""
+        where = before + name if before else f"{origin}: {name}"
         if name not in fields:
             near = difflib.get_close_matches(name, [*fields, *ignored], 1, 0.8)
             if name not in ignored and (origin == LINE or (near and not used)):
-                raise UserError(f"{where}: unknown setting{did_you_mean(name, fields)}")
+                raise UserError(f"{where}: unknown setting{did_you_mean(name, fields, before)}")
             if name in ignored or not used:
                 why = ignored.get(name, "no setting uses it")
                 notes[name] = f"{name} is ignored ({origin}): {why}"
