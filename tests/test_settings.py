@@ -200,15 +200,12 @@ BAD = [  # lines of a file: calls, other names, what takes for ever, what is no 
     "n_layer = open('x')", "from os import *", "n_layer = __import__('os').getpid()",
     "n_layer = 2 * heads", "n_layer = 2 * window", "n_layer = ", "n_layer = 1 / 0", "rate = 1e999",
     "name = 'a' * 10**12", "n_layer = 9 ** 9 ** 9", "n_layer = 1 << 10**12",
-    "n_layer = round(1, -10**9)", "name = f'{n_layer:9999999999}'", "lengths = [1] * 10**12",
-    "lengths = {1, 2}", "lengths = [x for x in (1, 2)]", "name = b'x'", "name = f'x'",
-    "n_layer = lengths[0]", "n_layer += 1", "del n_layer",
-    "n_layer = " + "-" * 9999 + "1", "n_layer = " + "(" * 300 + "1" + ")" * 300,
-    "n_layer = 1" + " + 1" * 9999, "name = str(" * 3000 + "1" + ")" * 3000,
-    "name = f'" + "{name}" * 3000 + "'", "# " + "x" * 10**6,
-    "x = f'{name}{name}{name}{name}'\nname = f'" + "{x}" * 9999 + "'",
+    "n_layer = round(1, -10**9)", "lengths = [1] * 10**12", "lengths = {1, 2}", "name = f'x'",
+    "lengths = [x for x in (1, 2)]", "name = b'x'", "n_layer = lengths[0]", "n_layer += 1",
+    "del n_layer", "n_layer = " + "-" * 9999 + "1", "n_layer = " + "(" * 300 + "1" + ")" * 300,
+    "n_layer = 1" + " + 1" * 9999, "name = str(" * 3000 + "1" + ")" * 3000, "# " + "x" * 10**6,
     *("\n".join([f"x = {first}", *[line] * 4000, "name = str(x)"]) for first, line in (  # it grows
-        ("'ab'", "x = x + x"), ("'ab'", "x = f'{x}{x}'"), ("3", "x = x ** 60"), ("1", "x = [x, x]"),
+        ("'ab'", "x = x + x"), ("3", "x = x ** 60"), ("1", "x = [x, x]"),
         ("[1]", "x = str(x) + str(x)"), ("1", "x = int(str(x) + str(x))"))),
 ]  # fmt: skip
 
@@ -261,19 +258,12 @@ def test_a_mistake_is_one_line_with_its_rank_and_code_2(rank, monkeypatch, capsy
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks, shown", [("1", "error (rank 1): "), ("01", "error: ")])
 def test_torchrun_shows_a_mistake_once(ranks: str, shown: str, tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(f"""import os, time
-from core.settings import UserError, exit_on_user_error
-def main():
-    if os.environ["RANK"] in "{ranks}":
-        raise UserError("no such folder")
-    time.sleep(60)
-exit_on_user_error(main)""")
-    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    done = subprocess.run([*line, str(program)], capture_output=True, text=True, cwd=ROOT,
-                          env=os.environ | {"PYTHONPATH": str(ROOT)})
-    printed = [x for x in done.stderr.splitlines() if "no such folder" in x]
-    assert done.returncode == 1 and printed == [shown + "no such folder"]
+    (tmp_path / "program.py").write_text(f"""import os, time
+from core.settings import exit_on_user_error as run
+run(lambda: open("/no/file") if os.environ["RANK"] in "{ranks}" else time.sleep(60))""")
+    done = bash(f'"$PY" -m torch.distributed.run --standalone --nproc_per_node=2 {tmp_path}/*.py')
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error")]
+    assert done.returncode == 1 and line.startswith(shown) and "/no/file" in line
 
 
 def python(code: str, *words: str, **how: Any) -> subprocess.CompletedProcess[str]:
