@@ -107,20 +107,19 @@ def gather(cls: type, argv: Sequence[str], *, aliases: Mapping[str, str] = {},
     switches = {name for name, field in fields.items() if hints[field] in (bool, bool | None)}
     options = _split(argv, switches, positional or "config")
     files = [path for name, path in options if name == "config"]
-    rows = [row for path in files for row in parse_config(path, known)]
+    used: set[str] = set()
+    rows = [row for path in files for row in parse_config(path, known, used)]
     help_wanted = {"-h", "--help"} & {*argv}
     if not help_wanted:
-        rows += [(LINE, name, text, False) for name, text in options if name != "config"]
-    for origin, name, given, used in rows:
+        rows += [(LINE, name, text) for name, text in options if name != "config"]
+    for origin, name, given in rows:
         before = "--" if origin == LINE else ""
         where = before + name if before else f"{origin}: {name}"
         if name not in fields:
-            near = difflib.get_close_matches(name, [*fields, *ignored], 1, 0.8)
-            if name not in ignored and (origin == LINE or (near and not used)):
+            if name in ignored:
+                notes[name] = f"{name} is ignored ({origin}): {ignored[name]}"
+            elif origin == LINE or name not in used:
                 raise UserError(f"{where}: unknown setting{did_you_mean(name, fields, before)}")
-            if name in ignored or not used:
-                why = ignored.get(name, "no setting uses it")
-                notes[name] = f"{name} is ignored ({origin}): {why}"
             continue
         field = fields[name]
         hint = hints[field]
@@ -297,8 +296,9 @@ _ARITHMETIC = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.
 _CALLS: Values = {f.__name__: f for f in (str, int, float, min, max)} | {"time.time": time.time}
 
 
-def parse_config(path: str, known: Values) -> Iterator[tuple[str, str, Any, bool]]:
-    """Yield ("path:line", name, value, used later?) of each assignment, without executing it."""
+def parse_config(path: str, known: Values, used: set[str]) -> Iterator[tuple[str, str, Any]]:
+    """Yield ("path:line", name, value) of each assignment, without executing it; add the names that
+    it reads to `used`."""
     try:
         with open(path, encoding="utf-8-sig") as file:
             text = file.read(LARGEST + 1)
@@ -313,7 +313,7 @@ def parse_config(path: str, known: Values) -> Iterator[tuple[str, str, Any, bool
         raise UserError(f"{path}:{error.lineno or 1}: {error.msg}") from None
     except (OSError, ValueError, RecursionError, MemoryError) as error:
         raise UserError(f"config file {path!r} cannot be read ({error})") from None
-    used = {node.id for node in names if isinstance(node.ctx, ast.Load)}
+    used |= {node.id for node in names if isinstance(node.ctx, ast.Load)}
     for node in tree.body:
         origin = f"{path}:{node.lineno}"
         try:
@@ -328,7 +328,7 @@ def parse_config(path: str, known: Values) -> Iterator[tuple[str, str, Any, bool
             what = f"numbers, arithmetic, strings, lists, settings, {', '.join(_CALLS)}"
             got = f"{text.splitlines()[node.lineno - 1]!r:.60}"
             raise UserError(f"{origin}: expected name = value, with {what}; got {got}") from None
-        yield origin, name, known[name], name in used
+        yield origin, name, known[name]
 
 
 def _evaluate(node: ast.expr | None, names: Mapping[str, object]) -> Any:
