@@ -57,7 +57,7 @@ class DistInfo:
             device = torch.device("cuda", int(env["LOCAL_RANK"]))
             torch.cuda.set_device(device)
         if env.get("LOCAL_WORLD_SIZE") == env["WORLD_SIZE"]:
-            # torchrun's store keeps addresses of an earlier attempt (PyTorch issue 135712).
+            # torchrun's store keeps old addresses (PyTorch issue 135712).
             store = dist.PrefixStore(env.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=slow, store=store, rank=rank, world_size=n)
@@ -78,7 +78,7 @@ class DistInfo:
         return self.rank == 0
 
     def micro_steps(self, batch_size: int, accumulated: int) -> int:
-        """Micro-batches per step and process. UserError: a process would have none."""
+        """Micro-batches per step and process. UserError: fewer than one."""
         n = self.data[1]
         share = batch_size * accumulated / n
         steps = math.ceil(math.ceil(share) / batch_size)
@@ -100,7 +100,7 @@ class DistInfo:
         return f"torchrun {nodes} --rdzv_backend=c10d {endpoint}"
 
     def job(self) -> str | None:
-        """The torchrun job, the same after a restart, or None. Collective."""
+        """The torchrun job, across restarts, or None. Collective."""
         name = os.environ.get("TORCHELASTIC_RUN_ID")  # "none" without --rdzv_id
         return self.gather(f"none {os.getppid()}" if name == "none" else name)[0]
 
@@ -159,7 +159,7 @@ class Stop(StopSignal):
         self.random: dict[str, torch.Tensor] = {}  # before the step
 
     def mark(self, part: str) -> None:
-        """Check between micro-batches; Stopped leaves the state as before the step."""
+        """Between micro-batches, Stopped leaves the state as before the step."""
         if part == "update":
             self.random = {}
         elif part == "forward" and not self.random:

@@ -23,11 +23,11 @@ log = logging.getLogger("nanoattn")
 
 
 def refuse_link(path: Path, hard: bool = False) -> None:
-    """Raise OSError for a link (`hard`: a hard one too), except /dev/stdout."""
+    """OSError: a link (`hard`: a hard one too), but /dev/stdout."""
     soft = path.is_symlink() and str(path.parent) not in ("/dev", "/dev/fd", "/proc/self/fd")
     if soft or (hard and path.is_file() and path.stat().st_nlink > 1):
         why = f"a link to {os.readlink(path)!r}" if soft else "a hard link to another file"
-        raise OSError(errno.ELOOP, f"{path} is {why}; delete it or name another file", str(path))
+        raise OSError(errno.ELOOP, f"{path} is {why}", str(path))
 
 
 def open_output(path: Path, mode: str) -> IO[str]:

@@ -6,8 +6,7 @@
                  up; L layers, H heads of Q channels, T tokens in a sequence.
     mfu_causal   T replaced by the mean number of keys that a query sees.
 
-6 N: multiply and add per weight, once forward, twice backward; 12: QK^T and PV. Recomputation is
-not counted.
+Recomputation is not counted.
 """
 
 from __future__ import annotations
@@ -143,7 +142,7 @@ def kept_rate(what: str, device: torch.device, measure: Callable[[], float],
             file.parent.mkdir(parents=True, exist_ok=True)
             write_at_once(file, json.dumps({**known, key: [rate, day, busy]}, indent=1))
         except OSError as e:
-            log.warning("a measured rate cannot be kept for later runs (%s)", e)
+            log.warning("a measured rate cannot be kept (%s)", e)
     when = f"measured {day}, {f'{age} days ago' if age else 'today'}"
     return rate, when + (", while other programs used these cores" if busy else "")
 
@@ -220,14 +219,14 @@ class Speed:
         return full * at_peak, causal * at_peak
 
     def row(self) -> Row:
-        """Fields of records; MFU above 1 is None, with "mfu_why"."""
+        """Of records; MFU above 1 is None, with "mfu_why"."""
         full, causal = self.mfu
         row: Row = {"tokens_per_s": self.tokens_per_s, "mfu": full, "mfu_causal": causal}
         if causal > 1:  # every kernel does these operations
             why = f"the run exceeds the peak of {self.peak}"
             row |= {"mfu": None, "mfu_causal": None, "mfu_why": why}
         elif full > 1:  # a kernel may leave out the masked pairs
-            why = f"with the masked pairs the run would exceed the peak of {self.peak}"
+            why = f"with the masked pairs the run exceeds the peak of {self.peak}"
             row |= {"mfu": None, "mfu_why": why}
         return row
 

@@ -10,7 +10,7 @@ from attention.machine.gpus import MAKERS, describe, nearest, words
 
 @dataclass(frozen=True)
 class GPU:
-    """A row; a longer name ("Laptop GPU", a MIG slice) does not match it."""
+    """A longer name ("Laptop GPU", a MIG slice) does not match."""
 
     name: str  # torch.cuda.get_device_name()
     tflops: tuple[float, float | None, float]  # half, TF32, float32
@@ -109,7 +109,7 @@ def datasheet_bandwidth(name: str) -> tuple[float, str] | None:
 
 
 def describe_rated(text: str) -> tuple[GPU, str]:
-    """A GPU ("H100": the usual variant), and a note if several fit. Raises ValueError."""
+    """A GPU ("H100": the usual one), and a note if several fit. Raises ValueError."""
     given, found = words(text) - MAKERS, find_rated(text)
     fit = [gpu for gpu in RATED if given and given <= words(gpu.name)]
     if not found:

@@ -1,5 +1,5 @@
-"""Cross entropy of x @ weight.T without storing all logits: the forward pass computes loss and
-both gradients, (softmax - onehot) / n, chunk by chunk."""
+"""Cross entropy of x @ weight.T in chunks: the forward pass computes loss and both gradients,
+(softmax - onehot) / n, and stores no logits."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def pieces(n: int, size: int | None) -> list[slice]:
 
 def chunk_rows(N: int, V: int, device: str, dtype: torch.dtype = torch.float32,
                memory: float | None = None) -> int:  # fmt: skip
-    """Rows of logits in 1/16 of a GPU's memory (bytes), at most 4 GB; or in a CPU's caches."""
+    """Rows of logits in 1/16 of a GPU's memory (bytes) or 4 GB; in a CPU's caches."""
     if device != "cpu":  # 8 bytes an element
         budget = min(int(memory or gpu_memory()) // 128, 2**29)
     else:

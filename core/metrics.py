@@ -41,7 +41,7 @@ class Metrics:
 
     def __init__(self, out_dir: Path, step: int, wandb: Row | None = None,
                  evaluated: bool = True) -> None:  # fmt: skip
-        """Begin after `step`, without a killed run's later lines; wandb: of wandb.init()."""
+        """Begin after `step`, without later lines; wandb: of wandb.init()."""
         self.path = out_dir / "metrics.jsonl"
         self.failed = False
         self.wandb: Any = None
@@ -177,10 +177,9 @@ class Meter:
             self.metrics.log(**row)
 
     def not_finite(self, step: int, loss: float, lr: float, kernel: Resolution, good: str) -> None:
-        """good: the last checkpoint, and the command to continue."""
         name = "+".join([kernel.backend.name, *kernel.kernels])
         found = f"(loss {loss}, lr {lr:.2e}, kernel {name}; docs/TRAIN.md)"
-        why = f"a loss or gradient is not finite at step {step} or shortly before {found}"
+        why = f"a loss or gradient is not finite at step {step} or before {found}"
         self.distributed.say(f"error: {why}; {good}", file=sys.stderr)
 
     def end(self, val_loss: float | None, baselines: dict[str, float]) -> None:

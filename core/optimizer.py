@@ -50,7 +50,7 @@ def schedule_warnings(config: Config) -> list[str]:
         why = ", ".join(f"--{name}={getattr(config, name)}" for name in names)
         return [f"WARNING: the highest learning rate is {highest:.3g} ({why})"]
     if end is not None and end < config.max_iters:
-        return [f"WARNING: the decay ends at --lr_decay_iters={end}, the run at {config.max_iters}"]
+        return [f"WARNING: --lr_decay_iters={end} < --max_iters={config.max_iters}"]
     if (config.min_lr or 0) > config.learning_rate:
         return [f"WARNING: --min_lr={config.min_lr} > --learning_rate={config.learning_rate}"]
     return []
@@ -67,7 +67,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, config: Confi
 
 def build_optimizer(model: Any, config: Config, device: torch.device,
                     processes: int = 1) -> torch.optim.AdamW:  # fmt: skip
-    """Fused AdamW that decays matrices only, or Muon; processes: copies of the model (DDP)."""
+    """AdamW that decays matrices only, or Muon; processes: copies of the model (DDP)."""
     fused = device.type in ("cuda", "cpu")
     how: Group = {"lr": config.learning_rate, "betas": (config.beta1, config.beta2), "fused": fused}
     if getattr(config, "optimizer", "adamw") == "muon":
@@ -123,8 +123,7 @@ ADAMW = {"weight_decay": 1e-3, "eps": 1e-10}
 
 
 def muon_groups(model: Any, config: Config) -> list[Group]:
-    """The blocks' matrices by shape, then the rest. "rows": of matrices joined in a parameter;
-    "factor": highest rate over learning_rate."""
+    """The blocks' matrices by shape, then the rest. "rows": of matrices joined in a parameter."""
     c, rates = model.config, (*config.muon_rates, *[config.learning_rate] * 3)
     q, kv = c.n_head * c.head_dim, c.kv_heads * c.head_dim
     joined: dict[str, tuple[int, ...]] = {"attn.c_attn.weight": (q, kv, kv)}

@@ -22,16 +22,16 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 PeakRate = PositiveFloat | Literal["measure"]  # TFLOP/s of one device
 CompileMode = Literal["default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune"]
 ALIASES = {"attn_implementation": "attention_backend", "attention_deterministic": "deterministic"}
-IGNORED = {"always_save_checkpoint": "every evaluation saves; the newest and the best are kept",
+IGNORED = {"always_save_checkpoint": "every evaluation saves",
            "backend": "NCCL on CUDA, gloo elsewhere"}  # fmt: skip  # nanoGPT's names
 
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """What GPTConfig and the commands share, in the order of nanoGPT's GPTConfig."""
+    """Shared by GPTConfig and the commands, in nanoGPT's order."""
 
     block_size: Size = 1024  # context length, tokens
-    vocab_size: VocabSize | None = None  # none: the dataset's; beyond 1024 to a multiple of 64
+    vocab_size: VocabSize | None = None  # none: the dataset's, rounded up
     n_layer: Size = 12  # blocks
     n_head: Size = 12  # query heads
     n_embd: Size = 768  # channels of the residual stream
@@ -43,7 +43,7 @@ class ModelOptions:
     norm: Literal["layer", "rms"] = "layer"  # rms: no mean, no bias (Zhang & Sennrich 2019)
     mlp: Literal["gelu", "swiglu"] = "gelu"  # swiglu: with a gate, as many parameters
     qk_norm: bool = False  # RMSNorm of each query and key, as in Qwen3
-    tied: bool = True  # the head uses the token embedding's weights (Press & Wolf 2017)
+    tied: bool = True  # head and token embedding (Press & Wolf 2017)
     attention_backend: str = "auto"  # a name (python -m attention), or code (docs/KERNEL.md)
 
 
@@ -52,11 +52,11 @@ class TrainConfig(ModelOptions):
     """Train a GPT on a prepared dataset (python -m data)."""
 
     # --- run ---
-    out_dir: str = "out/gpt"  # folder for checkpoints, metrics.jsonl and loss.png
+    out_dir: str = "out/gpt"  # for checkpoints, metrics.jsonl, loss.png
     init_from: str = "scratch"  # scratch, resume, gpt2[-xl...], a checkpoint or ckpt.pt
     eval_interval: PositiveInt = 2000  # steps between evaluations, each with a checkpoint
     eval_iters: PositiveInt = 200  # batches in an evaluation, always the same
-    eval_on_start: bool = False  # evaluate before the first step too
+    eval_on_start: bool = False  # also before the first step
     eval_only: bool = False  # evaluate, print, and stop
     log_interval: PositiveInt = 10  # steps between log lines
     profile_step: PositiveInt | None = None  # step to profile: a table, and a trace in out_dir
@@ -77,7 +77,7 @@ class TrainConfig(ModelOptions):
     # --- attention ---
     attention_window: tuple[PositiveInt | None, ...] = (None,)  # keys per query; A,B: by layer
     attention_fallback: bool = True  # False: an unavailable backend is an error
-    attention_hub_kernels: bool = False  # flash_attn_*, hub:...: download a kernel and run it
+    attention_hub_kernels: bool = False  # flash_attn_*, hub:...: download and run
     allow_mps_sdpa: bool = False  # lift the guard on Apple's Metal
     # --- optimizer ---
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the blocks' matrices (docs/TRAIN.md)
@@ -99,14 +99,14 @@ class TrainConfig(ModelOptions):
     async_checkpoint: bool = False  # write checkpoints in the background
     hang_timeout: PositiveFloat = 45.0  # seconds without progress until all end
     # --- machine ---
-    device: str = "auto"  # auto (cuda, else mps, else cpu), cpu, cuda, cuda:1, mps
+    device: str = "auto"  # auto (cuda, mps, cpu), cpu, cuda, cuda:1, mps
     dtype: Dtype = "auto"  # of matrix products; auto: bfloat16 or float16 in hardware
     tf32: bool = True  # float32 products on CUDA in TF32
     compile: bool | None = None  # torch.compile; none: on CUDA where Triton is there
     compile_mode: CompileMode = "default"  # CUDA graphs, tuned kernels, or both
     onednn: bool | None = None  # CPU: float32 products by oneDNN; none: on AMD with AVX-512
     deterministic: bool = False  # the same bits each time; slower on CUDA
-    seed: Annotated[int, Field(ge=0, lt=2**32)] = 1337  # of the weights, the batches and dropout
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 1337  # of weights, batches and dropout
     peak_tflops: PeakRate | None = None  # for MFU; none: datasheet or measured; measure: again
 
     def __post_init__(self) -> None:

@@ -1,5 +1,5 @@
-"""A model over several processes: copies (DDP) or shards along the first dimension (FSDP2, as
-ZeRO-3, Rajbhandari et al. 2020, arXiv 1910.02054); docs/SCALE.md."""
+"""A model in copies (DDP) or shards along the first dimension (FSDP2, as ZeRO-3, Rajbhandari et al.
+2020, arXiv 1910.02054); docs/SCALE.md."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def shard(model: nn.Module, distributed: DistInfo, setup: Setup, size: int | Non
     n = distributed.world_size
     size = size or n
     if distributed.control is None:
-        raise UserError("--parallel=fsdp needs several processes (torchrun --nproc_per_node=2 ...)")
+        raise UserError("--parallel=fsdp needs several processes (torchrun)")
     if n % size:
         raise UserError(f"--shard_size={size} does not divide the {n} processes")
     if setup.dtype == torch.float16:
@@ -132,7 +132,7 @@ def local(t: Tensor) -> Tensor:
 
 
 def local_part(t: Any) -> tuple[list[int], list[int], bool]:
-    """Shape and offset of this process's part; False if an earlier process has the same."""
+    """Shape and offset of this process's part; False: an earlier one has the same."""
     if not hasattr(t, "placements"):
         return [*t.shape], [0] * t.ndim, True
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as find
@@ -149,11 +149,10 @@ def fill(target: Any, source: Tensor) -> None:
 
 def deal(rows: Tensor, like: Tensor, mesh: DeviceMesh | None
          ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:  # fmt: skip
-    """Divide n whole matrices among the processes: (m, R, C) for this one, and a function from its
+    """Divide n matrices (R, C) among the processes: (m, R, C) for this one, and a function from its
     results to (n, r, C). Both are collective.
 
-    rows: (n, r, C), this process's rows: all, or FSDP's shard; like: a parameter (R, C), sharded as
-    they are; mesh: processes with all rows (DDP), or None.
+    rows: (n, r, C), all or FSDP's shard, as `like` has; mesh: processes with all rows (DDP).
     """
     mesh = getattr(like, "device_mesh", mesh)
     if mesh is None:

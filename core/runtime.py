@@ -34,7 +34,7 @@ OUT_OF_MEMORY = re.compile("DefaultCPUAllocator: |out of memory")
 
 
 def pick_device(wanted: str) -> torch.device:
-    """The device; "auto" is CUDA, else MPS, else the CPU. Raises UserError."""
+    """ "auto": CUDA, else MPS, else the CPU. Raises UserError."""
     usable = torch.cuda.is_available()  # False: the driver is too old
     available = [name for name in devices() if usable or "cuda" not in name]
     if wanted == "auto":
@@ -98,7 +98,7 @@ class Setup:
            onednn: bool | None = None, deterministic: bool = False,
            n_embd: int | None = None) -> Setup:  # fmt: skip
         """Decide, and set PyTorch's global switches."""
-        # Not by fp32_precision: Inductor fails where it reads the older settings.
+        # Not by fp32_precision: Inductor reads the older settings.
         torch.set_float32_matmul_precision("highest")  # PyTorch refuses a mix with allow_tf32
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
         if deterministic:

@@ -1,6 +1,6 @@
-"""Settings: defaults, config files, command line -> one checked, frozen dataclass.
+"""Defaults, config files, command line -> one checked, frozen dataclass.
 
-n_layer: PositiveInt = 12  # transformer blocks: the comment is the --help
+n_layer: PositiveInt = 12  # blocks: the comment is the --help
 """
 
 from __future__ import annotations
@@ -143,14 +143,14 @@ def from_dict(cls: type[T], mapping: Mapping[str, object], origin: str = "settin
         raise UserError(f"{origin}: expected an object, got {str(mapping)[:60]}")
     hints = _hints(cls)
     if unknown := ", ".join(repr(name) for name in mapping if name not in hints):
-        raise UserError(f"{origin}: unknown settings {unknown} (written by another version?)")
+        raise UserError(f"{origin}: unknown settings {unknown} (of another version?)")
     with user_errors(f"{origin}: "):
         return cls(**{name: check(hints[name], value, name) for name, value in mapping.items()})
 
 
 def exit_on_user_error(main: Callable[[], int | None], lasting: bool = False) -> NoReturn:
-    """Exit with main's code, 2 (UserError), or 130, 143, 129 (signals). lasting: a closed or full
-    stdout does not end main."""
+    """Exit with main's code, 2 (UserError), or 130, 143, 129 (signals). lasting: main outlives its
+    stdout."""
     terminal.prepare("stderr", *["stdout"] * lasting)
     try:
         terminal.raise_on_signals()
@@ -363,5 +363,5 @@ def _evaluate(node: ast.expr | None, names: Mapping[str, object]) -> Any:
     return value
 
 
-if sys.argv[:1] == ["-m"]:  # `python -m PACKAGE` imports the package, before its __main__.py
+if sys.argv[:1] == ["-m"]:  # imports the package before its __main__.py
     terminal.end_at_once()

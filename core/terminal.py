@@ -48,7 +48,7 @@ class _Output(io.TextIOWrapper):
 
 
 def prepare(*lasting: str) -> None:
-    """Let standard streams take any text, and the `lasting` never fail."""
+    """Let streams take any text, and the `lasting` never fail."""
     while (fd := os.open(os.devnull, os.O_RDWR)) < 3:  # closed: a file would take its number
         pass
     os.close(fd)
@@ -104,7 +104,7 @@ def cores_in_use() -> float:
 
 
 def wait_passively() -> None:
-    """Let OpenMP's idle threads sleep on a busy machine (docs/TRAIN.md)."""
+    """Let OpenMP's idle threads sleep on a busy machine."""
     decided = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & {*os.environ}
     if decided or os.environ.get("OMP_NUM_THREADS") == "1" or (used := cores_in_use()) < BUSY:
         return

@@ -79,7 +79,7 @@ def int8_linear(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None)
         rows = rows.bfloat16()
         if len(rows) <= FEW_ROWS:
             y = torch.ops.aten._weight_int8pack_mm(rows.contiguous(), q, scale)
-        else:  # float32 inside, as the kernel: every cache gives the same tokens
+        else:  # float32 inside, as the kernel
             y = (F.linear(rows.to(x.dtype), q.to(x.dtype)) * scale.to(x.dtype)).bfloat16()
     elif len(rows) == 1 and torch.compiler.is_compiling():  # a fused reduction
         y = (rows.float() * q).sum(dim=1)[None] * scale

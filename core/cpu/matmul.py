@@ -118,8 +118,7 @@ def _pointwise(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    """y = x W^T + b;  dx = dy W,  dW = dy^T x,  db = the sum of dy's rows.
-    x, bias: float32 or bfloat16; weight and its gradient: float32."""
+    """y = x W^T + b;  dx = dy W,  dW = dy^T x (float32),  db = the sum of dy's rows."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -157,7 +156,7 @@ _LIBRARY.impl("linear", _linear, "CPU")
 _LIBRARY.impl("linear", lambda x, w, b: x.new_empty(*x.shape[:-1], w.shape[0]), "Meta")
 
 
-# --- without gradients: oneDNN with a packed copy of the weights ---
+# --- without gradients: a packed copy of the weights ---
 
 ROWS = 8  # of the layout, good for any number
 MOST_BYTES = 2**31  # of a model's weights: the copy doubles them
@@ -228,7 +227,7 @@ def why_not(wanted: bool | None, device: torch.device, dtype: torch.dtype) -> st
     return "" if exact() else "it is less exact here"
 
 
-# n_embd of the smallest measured model (docs/SPEED.md)
+# n_embd (docs/SPEED.md)
 LEAST_WIDTH = {"AMX": 128, "AVX512_BF16": 384}
 
 
