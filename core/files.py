@@ -90,9 +90,9 @@ def locked(folder: Path) -> Iterator[None]:
     existed = os.path.exists(folder)
     with ExitStack() as held:
         try:
-            if sys.platform == "linux":
-                name = held.enter_context(socket.socket(socket.AF_UNIX))
-                with suppress(PermissionError):  # in a sandbox
+            with suppress(PermissionError):  # in a sandbox
+                if sys.platform == "linux":
+                    name = held.enter_context(socket.socket(socket.AF_UNIX))
                     name.bind(b"\0nanoattn" + sha256(os.fsencode(folder.resolve())).digest())
             folder.mkdir(parents=True, exist_ok=True)
             file = held.enter_context(open_output(path, "a+"))

@@ -103,7 +103,7 @@ def prepare(device: torch.device) -> None:
     import torch._inductor.config as inductor
 
     if device.type not in ("cpu", "cuda"):
-        raise UserError(f"--profile_step: expected cpu or cuda, got {device.type}")
+        raise UserError(f"profiles need cpu or cuda, got {device.type}")
     inductor.cpp.enable_kernel_profile = True
 
 
