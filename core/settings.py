@@ -233,6 +233,7 @@ def _split(argv: Sequence[str], switches: Collection[str], bare: str) -> list[tu
     while rest:
         word = rest.pop(0)
         name, equals, text = word.lstrip("-").partition("=")
+        name = name.replace("-", "_")
         if not word.startswith("-"):
             name, text = bare, word
         elif not equals and name in switches and (rest[:1] or [""])[0].lower() not in SWITCH_WORDS:
@@ -241,7 +242,7 @@ def _split(argv: Sequence[str], switches: Collection[str], bare: str) -> list[tu
             if not rest:
                 raise UserError(f"--{name}: expected a value, write --{name}=...")
             text = rest.pop(0)
-        options.append((name.replace("-", "_"), text))
+        options.append((name, text))
     return options
 
 
@@ -251,8 +252,7 @@ def _parse(hint: object, text: str, name: str) -> Any:
     several = _is_tuple(hint)
     words = text.split(",") if several and text else [text] * (not several)
     if several and any(re.match(r"\s*([-+]?0\d|$)", word) for word in words):
-        why = "expected values between commas"
-        raise UserError(f"{name}: {why}, got {text!r}")
+        raise UserError(f"{name}: expected values between commas, got {text!r}")
     values = [None if _may_be_none(hint) and w.lower() == "none" else w for w in words]
     return check(hint, values if several else values[0], name, strict=False)
 

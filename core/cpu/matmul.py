@@ -238,5 +238,5 @@ def why_not_bfloat16(n_embd: int) -> str | None:
     if units == "AVX512_BF16" and not _amd():  # Intel's are as slow as float32
         return "AVX512_BF16 is faster on AMD only"
     if n_embd < LEAST_WIDTH[units]:
-        return f"it is faster from n_embd={LEAST_WIDTH[units]} on, this is {n_embd}"
+        return f"bfloat16 is faster from n_embd={LEAST_WIDTH[units]} on, this is {n_embd}"
     return None
