@@ -343,6 +343,10 @@ def _evaluate(node: ast.expr | None, names: Mapping[str, object]) -> Any:
             value = _CALLS[ast.unparse(function)](*[_evaluate(arg, names) for arg in args])
         case ast.List(elts=items) | ast.Tuple(elts=items):
             value = tuple(_evaluate(item, names) for item in items)
+        case ast.JoinedStr(values=items) if len(items) < 100:
+            value = "".join(str(_evaluate(item, names)) for item in items)
+        case ast.FormattedValue(value=inner, conversion=-1, format_spec=None):
+            value = _evaluate(inner, names)
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             value = -_evaluate(operand, names)
         case ast.BinOp(left=left, op=op, right=right):
