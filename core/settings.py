@@ -252,7 +252,8 @@ def _parse(hint: object, text: str, name: str) -> Any:
     several = _is_tuple(hint)
     words = text.split(",") if several and text else [text] * (not several)
     if several and any(re.match(r"\s*([-+]?0\d|$)", word) for word in words):
-        raise UserError(f"{name}: expected values between commas, got {text!r}")
+        why = "expected values between commas, without leading zeros"
+        raise UserError(f"{name}: {why}, got {text!r}")
     values = [None if _may_be_none(hint) and w.lower() == "none" else w for w in words]
     return check(hint, values if several else values[0], name, strict=False)
 
