@@ -62,7 +62,7 @@ class Run:
     step: int  # steps done
     saved_step: int  # of the newest checkpoint
     sequences_seen: int
-    evaluated: bool  # False: the evaluation after this step is to come
+    evaluated: bool  # False: this step's evaluation is to come
     val_loss: float | None = None
 
 
@@ -207,7 +207,7 @@ def loop(run: Run, meter: Meter, stop: Stop) -> bool:
         watching: Any = nullcontext()
         if profiling and distributed.main:
             watching = profile.profiled(device, trace=Path(config.out_dir) / "profile.json")
-        with watching as seen:
+        with watching as seen:  # stop.mark raises Stopped, where all processes agree
             loss = train_step(
                 run.module, run.optimizer, run.scaler, run.setup.autocast, x, y,
                 micro_steps=run.micro_steps, clip=config.grad_clip, found_inf=found_inf,
