@@ -31,7 +31,7 @@ class ModelOptions:
     """Shared by GPTConfig and the commands, in nanoGPT's order."""
 
     block_size: Size = 1024  # context length, tokens
-    vocab_size: VocabSize | None = None  # none: the dataset's, rounded up
+    vocab_size: VocabSize | None = None  # none: the dataset's; beyond 1024 to a multiple of 64
     n_layer: Size = 12  # blocks
     n_head: Size = 12  # query heads
     n_embd: Size = 768  # channels of the residual stream
@@ -43,7 +43,7 @@ class ModelOptions:
     norm: Literal["layer", "rms"] = "layer"  # rms: no mean, no bias (Zhang & Sennrich 2019)
     mlp: Literal["gelu", "swiglu"] = "gelu"  # swiglu: with a gate, as many parameters
     qk_norm: bool = False  # RMSNorm of each query and key, as in Qwen3
-    tied: bool = True  # head and token embedding (Press & Wolf 2017)
+    tied: bool = True  # the head uses the token embedding's weights (Press & Wolf 2017)
     attention_backend: str = "auto"  # a name (python -m attention), or code (docs/KERNEL.md)
 
 
