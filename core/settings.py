@@ -192,6 +192,8 @@ def _fail(text: str) -> NoReturn:
 def check(hint: object, value: object, name: str, strict: bool = True) -> Any:
     """The checked value; strict=False converts text."""
     value = tuple(value) if isinstance(value, list) else value  # JSON has only lists
+    if isinstance(value, str) and "\0" in value:
+        raise UserError(f"{name}: expected a text without NUL bytes, got {value!r:.60}")
     if isinstance(value, str) and hint in (str, str | None):
         value = os.path.expanduser(value)  # --out_dir=~/runs
     if _is_tuple(hint) and not isinstance(value, tuple):
