@@ -1,8 +1,9 @@
-"""Generation: the same tokens with every cache, in a batch and alone; prompts as text."""
+"""Generation: with every cache the tokens that a loop over the whole text draws."""
 
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 import math
 import re
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import few
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,16 +24,184 @@ from torch import Tensor
 
 import data
 from attention import BACKENDS, Phase
-from inference import engine, serve
-from inference.cache import DynamicCache, PagedCache, StaticCache
+from inference import constrain, engine, serve
 from inference.engine import KV_CACHES
 from inference.graphs import compiled
-from inference.sampling import ENDED, Stats
+from inference.sampling import ENDED, Options, SamplingParams, Stats, sample_token, uniform
 from model import GPT
 
 pytestmark = pytest.mark.usefixtures("remembered_probes")
 
 CACHES = [kv for kv in KV_CACHES if kv != "none"]
+CPU = torch.device("cpu")
+
+
+def lively(**changes: Any) -> GPT:
+    return build(scale=20.0, **changes).eval()
+
+
+def ragged() -> list[Tensor]:
+    return [tokens(1, T, seed=T)[0] for T in (5, 1, 9, 5)]
+
+
+def seeds(n: int = 4) -> list[torch.Generator]:
+    return [torch.Generator().manual_seed(b) for b in range(n)]
+
+
+# --- the options of generate() with every cache ---
+
+# 37 tokens, as many as the models have: some are parts of characters, two are ends.
+PARTS = [b"ab", b"ba", b"abc", b" ", "é".encode(), b"\xc3", b"\xa9", b"\xa9a", b"00", b"-"]
+TOKENS = [bytes([b]) for b in b"abcdefghijklm0123456789xy"] + PARTS + [b"", b""]
+ENDS = (35, 36)
+
+
+class Vocabulary:
+    def __init__(self, tokens: Any, ends: Any = ()) -> None:
+        self.tokens, self.ends = tokens, ends
+
+    def token_bytes(self) -> list[bytes]:
+        return self.tokens
+
+
+def rarely(tokens: Tensor, logits: Tensor, lengths: Tensor) -> Tensor:
+    """A part of the step: padding must not count."""
+    at = torch.arange(tokens.shape[1])
+    return logits.scatter_add(1, tokens, -2.0 * ((at > 0) & (at < lengths[:, None])))
+
+
+def by_python(tokens: Tensor, logits: Tensor) -> Tensor:
+    for row, text in zip(logits, tokens.tolist(), strict=True):
+        for token in text[1:]:
+            row[token] -= 2.0
+    return logits
+
+
+def next_id(tokens: Tensor, logits: Tensor) -> Tensor:
+    return torch.eye(37)[(tokens[:, -1] + 1) % 37].long()
+
+
+def next_half(tokens: Tensor, logits: Tensor, lengths: Tensor) -> Tensor:
+    return next_id(tokens.gather(1, lengths[:, None] - 1), logits).half()
+
+
+LLAMA = {"position": "rope", "norm": "rms", "mlp": "swiglu", "bias": False, "tied": False,
+         "n_kv_head": 2}
+GREEDY = {"temperature": 0.0}
+# The model's options, those of generate(), the number of new tokens: block_size is 16.
+SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
+    "greedy, sliding": ({}, GREEDY, 20),
+    "seeds": ({}, {}, 14),
+    "one token": ({}, {}, 1),
+    "none": ({}, {}, 0),
+    "one generator": ({"block_size": 96}, {"generator": 5}, 75),
+    "one generator, rows end": (
+        {"block_size": 96}, {"generator": 5, "stop": lambda b, new: len(new) == 9 + 4 * b}, 75),
+    "no generator": ({}, {"generator": None, "top_k": 5}, 14),
+    "hot": ({}, {"temperature": 3.0}, 14),
+    "top_k and top_p": ({}, {"top_k": 9, "top_p": 0.8, "temperature": 0.9}, 14),
+    "vocab_size, unused": ({}, {"vocab_size": 30, "unused": [3, 17, 29], "top_p": 0.9}, 14),
+    "stop": ({}, {"stop": [3, 9, 30]}, 20),
+    "in step": ({}, {**GREEDY, "logits_processor": rarely}, 14),
+    "in step, seeds": ({"n_kv_head": 2}, {"logits_processor": rarely, "top_k": 9}, 9),
+    "in step, float16": ({}, {"logits_processor": next_half}, 3),
+    "python": ({}, {**GREEDY, "logits_processor": by_python}, 14),
+    "python, stop": ({}, {"logits_processor": by_python, "stop": 5}, 14),
+    "python, int64": ({}, {"logits_processor": next_id}, 3),
+    "constraint": ({}, {"constraint": "[a-f]{2,5}-é?[0-9]+"}, 12),
+    "constraints": ({}, {"constraint": ["[ab]+", None, "(00|é)*-", "[x-y]{9}"]}, 12),
+    "constraint, greedy": ({"n_kv_head": 1}, {"constraint": "[^a]{3,}", **GREEDY}, 8),
+    "all": ({"attention_window": 5}, {"constraint": "[a-m]*", "logits_processor": rarely,
+                                      "top_k": 20, "top_p": 0.95}, 9),
+    "mqa": ({"n_kv_head": 1}, {"top_k": 7}, 20),
+    "window": ({"attention_window": 4}, GREEDY, 20),
+    "windows": ({"attention_window": (3, None)}, {}, 14),
+    "window of one": ({"attention_window": 1}, GREEDY, 9),
+    "llama": ({**LLAMA, "qk_norm": True}, GREEDY, 14),
+    "llama, window": ({**LLAMA, "attention_window": (6, 2)}, {"top_p": 0.9}, 20),
+    "alibi, window": ({"position": "alibi", "attention_window": 5, "n_kv_head": 2}, {}, 14),
+    "float64": ({"dtype": torch.float64}, {}, 9),
+    "shared prefix": ({"block_size": 48}, {"prompts": "shared"}, 14),
+    "shared, window": ({"block_size": 48, "attention_window": 9}, {"prompts": "shared"}, 14),
+    "longer than block_size": ({}, {"prompts": "long", "top_k": 5}, 5),
+}
+
+
+def prompts_of(kind: str) -> list[Tensor]:
+    if kind == "shared":  # pages of 4: two full ones are common, one more to two of them
+        begin = tokens(1, 11, seed=3)[0]
+        ends = [[1], [1, 2, 3, 4], [1, 2, 3, 5], [6]]
+        return [torch.cat([begin[: 11 - 2 * (b == 3)], torch.tensor(e)])
+                for b, e in enumerate(ends)]
+    return [tokens(1, T, seed=T)[0] for T in (20, 3, 16)] if kind == "long" else ragged()
+
+
+@torch.no_grad()
+def by_hand(model: GPT, prompts: list[Tensor], n: int, generator: Any = None, stop: Any = (),
+            constraint: Any = None, logits_processor: Any = None, **how: Any) -> list[list[int]]:
+    """New tokens: each text alone, read whole for each token."""
+    each = generator if isinstance(generator, list) else [generator] * len(prompts)
+    numbers = [uniform(CPU, g) for g in each]
+    limits = constraint if isinstance(constraint, list) else [constraint] * len(prompts)
+    ends = stop if callable(stop) else lambda b, new: new[-1] in (
+        {stop} if isinstance(stop, int) else {*stop})
+    V, params = how.get("vocab_size", 37), SamplingParams.on(CPU, Options(**how))
+    found: list[list[int]] = []
+    for b, (prompt, limit) in enumerate(zip(prompts, limits)):
+        text, new, over = prompt.tolist(), list[int](), n == 0
+        state = limit and limit.start([0], [n])
+        while not over:
+            logits = model(torch.tensor([text[-model.config.block_size :]]))[0][:, -1, :V]
+            if logits_processor:
+                in_step = "lengths" in inspect.signature(logits_processor).parameters
+                args = torch.tensor([text]), logits, *[torch.tensor([len(text)])] * in_step
+                logits = logits_processor(*args).to(logits.dtype)
+            logits = logits if limit is None else limit(logits, state)
+            u = next(numbers[b]) if how.get("temperature", 1.0) else None
+            token = sample_token(logits, u, params)
+            text, new = [*text, int(token)], [*new, int(token)]
+            over = len(new) == n or ends(b, new)
+            if limit is not None:
+                state = limit.advance(state, token)
+                over = over or int(state[0, 0]) == constrain.END
+        found.append(new)
+    return found
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_every_cache_draws_what_a_loop_over_the_text_draws(setting) -> None:
+    changes, options, n = SETTINGS[setting]
+    dtype, prompts = changes.get("dtype", torch.float32), prompts_of(options.get("prompts", ""))
+    model = lively(**{k: v for k, v in changes.items() if k != "dtype"}).to(dtype)
+    limits = options.get("constraint")
+    one = isinstance(limits, str)
+    limits = [limit and constrain.regex(limit, Vocabulary(TOKENS, ENDS))
+              for limit in ([limits] if one else limits or ())]
+
+    def given() -> dict[str, Any]:
+        how = {"generator": seeds(len(prompts)), **options}
+        if isinstance(how["generator"], int):
+            how["generator"] = torch.Generator().manual_seed(how["generator"])
+        torch.manual_seed(7)
+        how |= {"constraint": limits[0] if one else limits} if limits else {}
+        return {k: v for k, v in how.items() if k != "prompts"}
+
+    want = by_hand(model, prompts, n, **given())
+    for kv in KV_CACHES:
+        pages = {"page_size": 4} if kv == "paged" else {}
+        texts = engine.generate(model, prompts, n, kv_cache=kv, **pages, **given())
+        assert [t[len(p) :].tolist() for t, p in zip(texts, prompts, strict=True)] == want, kv
+    if "generator" not in options:  # numbers of one generator come in another order
+        new: list[list[int]] = [[] for _ in prompts]
+        for b, token in serve.stream(model, prompts, n, slots=2, page_size=4, **given()):
+            new[b] += [] if token == ENDED else [token]
+        assert new == want
+    if n > 9 and options != GREEDY and "generator" not in options:  # an option changes the texts
+        assert want != by_hand(model, prompts, n, **GREEDY)
+
+
+# --- every backend with every cache ---
+
 SLOW = {"flex", "triton"}  # compiled or interpreted here: one shape of model is enough
 
 
@@ -45,140 +215,72 @@ def can_decode(name: str, kv: str) -> bool:
 PAIRS = [(name, kv) for kv in CACHES for name in BACKENDS if can_decode(name, kv)]
 
 
-def lively(**changes: Any) -> GPT:
-    return build(scale=20.0, **changes).eval()
-
-
-def greedy(model: GPT, idx: Tensor, n: int) -> Tensor:
-    return model.generate(idx, n, top_k=1)
-
-
-def ragged() -> list[Tensor]:
-    return [tokens(1, T, seed=T)[0] for T in (5, 1, 9, 5)]
+TEXT = tokens(2, 20)  # block_size is 16: the last ones slide
 
 
 @cache
-def manual_text(shape: str, T: int, n: int) -> Tensor:
-    return greedy(lively(attention_backend="manual", **SHAPES[shape]), tokens(T=T), n)
+@torch.no_grad()
+def manual_logits(shape: str, dtype: torch.dtype) -> list[Tensor]:
+    """In this dtype and in float64: (9, B, V)."""
+    plain = build(attention_backend="manual", **SHAPES[shape]).eval().to(dtype)
+    parts = [TEXT[:, max(0, t - 16) : t] for t in range(11, 20)]
+    return [torch.stack([model(part)[0][:, -1].double() for part in parts])
+            for model in (plain, copy.deepcopy(plain).double())]
 
 
+@pytest.mark.parametrize("dtype", few([torch.float32, torch.bfloat16]), ids=str)
 @pytest.mark.parametrize("name, kv", [
     pytest.param(*pair, marks=[pytest.mark.slow] * (pair[0] == "triton")) for pair in PAIRS
     if pair[0] != "flex"  # compiles for half a minute: test_attention.py has its caches
 ])
-def test_greedy_tokens_are_those_without_a_cache(name, kv) -> None:
-    """GQA, MQA, windows; beyond block_size 16, where texts slide."""
+def test_logits_are_those_without_a_cache(name, kv, dtype) -> None:
+    """GQA, MQA, windows, of a text that a processor dictates: at most twice manual's error, plus
+    one rounding."""
     for shape, changes in SHAPES.items():
-        if name in SLOW and shape != "mqa-window":
+        if name in SLOW and (shape != "mqa-window" or dtype != torch.float32):
             continue
-        model = lively(attention_backend=name, attention_fallback=False, **changes)
-        sizes = [(5, 5)] if name in SLOW else [(1, 17), (20, 2)]
-        for T, n in sizes:
-            got = engine.generate(model, tokens(T=T), n, temperature=0, kv_cache=kv)
-            assert torch.equal(got, manual_text(shape, T, n)), (shape, T)
+        model, seen = build(attention_backend=name, attention_fallback=False, **changes), []
 
+        def dictate(tokens: Tensor, logits: Tensor, seen: Any = seen) -> Tensor:
+            assert torch.equal(tokens, TEXT[:, : tokens.shape[1]])
+            seen.append(logits.double())
+            return F.one_hot(TEXT[:, tokens.shape[1]], 37)
 
-def caches(kv: str, model: GPT, B: int, max_len: int) -> Any:
-    config = model.config
-    sizes = {"dtype": model.transformer.wte.weight.dtype}
-    heads = config.kv_heads, config.head_dim
-    if kv == "dynamic":
-        dynamic = DynamicCache(config.n_layer, max_len=max_len, windows=config.windows)
-        return lambda T: dynamic.reserve(T)
-    if kv == "static":
-        sizes |= {"windows": config.windows, "in_order": config.position == "alibi"}
-        static = StaticCache(config.n_layer, B, max_len, *heads, **sizes)
-        return lambda T: static.reserve(T)
-    n_pages = dict.fromkeys(config.windows, B * max_len + 1)
-    sizes |= {"n_pages": n_pages, "windows": config.windows, "page_size": 4}
-    paged = PagedCache(config.n_layer, *heads, **sizes)
-    rows = [paged.pool.new() for _ in range(B)]
-    return lambda T: paged.reserve(T, [T] * B, rows)
-
-
-CHUNKS = {"prefill": [16], "chunked prefill, decode": [4, 5, 2, *[1] * 5]}
-
-
-@torch.no_grad()
-def cached_logits(model: GPT, idx: Tensor, kv: str, chunks: list[int]) -> Tensor:
-    reserve, logits, n = caches(kv, model, len(idx), 16), [], 0
-    for T in chunks:
-        step = reserve(T)
-        out, _ = model(idx[:, n : n + T], cache=step)
-        step.advance()
-        logits.append(out)
-        n += T
-    return torch.cat(logits, dim=1)
-
-
-@cache
-@torch.no_grad()
-def manual_logits(shape: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    plain = build(attention_backend="manual", **SHAPES[shape]).eval().to(dtype)
-    return plain(tokens())[0].double(), copy.deepcopy(plain).double()(tokens())[0]
-
-
-@pytest.mark.parametrize("dtype", few([torch.float32, torch.bfloat16]), ids=str)
-@pytest.mark.parametrize("phase", CHUNKS)
-@pytest.mark.parametrize("name, kv", [p for p in PAIRS if p[0] not in SLOW])
-def test_logits_are_those_without_a_cache(name, kv, phase, dtype) -> None:
-    """At most twice manual's error, plus one rounding."""
-    for shape, changes in SHAPES.items():
-        model = build(attention_backend=name, **changes).eval().to(dtype)
+        how = {"kv_cache": kv, "temperature": 0, "logits_processor": dictate}
+        engine.generate(model.eval().to(dtype), TEXT[:, :11], 3 if name in SLOW else 9, **how)
         yardstick, truth = manual_logits(shape, dtype)
-        got = cached_logits(model, tokens(), kv, CHUNKS[phase])
-        assert got.dtype == dtype and got.isfinite().all()
         allowed = 2 * (yardstick - truth).abs().max()
         allowed += torch.finfo(dtype).eps * truth.abs().max()
-        assert (got - truth).abs().max() <= allowed, shape
+        got = torch.stack(seen)
+        assert (got - truth[: len(got)]).abs().max() <= allowed, shape
 
 
 def test_memory_of_the_caches() -> None:
     """2 layers, K and V, 4 heads of 8 floats: 512 bytes a token."""
-    model = build(block_size=256).eval()
-    for kv, tokens_held in (("none", 0), ("dynamic", 128), ("static", 129), ("paged", 96 + 16)):
-        stats = Stats()
-        engine.generate(model, tokens(1, 64), 32, kv_cache=kv, stats=stats)
-        assert stats.cache_bytes == 512 * tokens_held, kv
-    windowed, stats = build(block_size=256, attention_window=8).eval(), Stats()
-    engine.generate(windowed, tokens(1, 64), 99, stats=stats)
-    assert stats.cache_bytes <= 512 * 16
+    model, windowed = (build(block_size=256, attention_window=w).eval() for w in (None, 8))
     # 32 texts, one after the other: the prompts of one prefill, and the windows of all.
-    prompts = [tokens(1, 200)[0]] * 32
-    engine.generate(windowed, prompts, 2, kv_cache="paged", page_size=4, stats=stats)
-    assert stats.cache_bytes <= 512 * (2048 + 32 * 12 + 4)
+    several = [tokens(1, 200)[0]] * 32
+    for kv, who, prompts, n, held in (
+        ("none", model, tokens(1, 64), 32, 0), ("dynamic", model, tokens(1, 64), 32, 128),
+        ("static", model, tokens(1, 64), 32, 129), ("paged", model, tokens(1, 64), 32, 96 + 16),
+        ("dynamic", windowed, tokens(1, 64), 99, 16), ("paged", windowed, several, 2, 2436)):
+        stats, pages = Stats(), {"page_size": 4} if prompts is several else {}
+        engine.generate(who, prompts, n, kv_cache=kv, stats=stats, **pages)
+        got = stats.cache_bytes
+        assert got == 512 * held or (who is windowed and 0 < got <= 512 * held), kv
 
 
-# --- sampling ---
+# --- what comes out ---
 
 
-def test_generation_repeats_with_the_seed_and_leaves_no_graph() -> None:
+def test_generation_leaves_no_graph_and_the_process_random_state() -> None:
     model, idx = build().eval(), tokens(T=5)
-
-    def draw(seed: int) -> Tensor:
-        return engine.generate(model, idx, 30, generator=torch.Generator().manual_seed(seed))
-
     state = torch.get_rng_state()
-    assert torch.equal(draw(1), draw(1)) and not torch.equal(draw(1), draw(2))
+    made = engine.generate(model, idx, 30, generator=torch.Generator().manual_seed(1))
     assert torch.equal(state, torch.get_rng_state())
-    assert torch.is_grad_enabled() and not draw(1).requires_grad
+    assert torch.is_grad_enabled() and not made.requires_grad
     for _ in engine.stream(model, idx, 2):
         assert torch.is_grad_enabled()
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16, torch.int64])
-@pytest.mark.parametrize("kv", KV_CACHES)
-def test_a_processor_may_return_any_dtype(kv, dtype) -> None:
-    def between(tokens: Tensor, logits: Tensor) -> Tensor:
-        return torch.eye(37)[(tokens[:, -1] + 1) % 37].to(dtype)
-
-    def in_step(tokens: Tensor, logits: Tensor, lengths: Tensor) -> Tensor:
-        return between(tokens.gather(1, lengths[:, None] - 1), logits)
-
-    for processor, prompts in ((in_step, ragged()), (between, tokens(2, 5))):
-        how = {"temperature": 0, "kv_cache": kv, "logits_processor": processor}
-        for prompt, text in zip(prompts, engine.generate(lively(), prompts, 3, **how)):
-            assert text[len(prompt) :].tolist() == [(int(prompt[-1]) + i) % 37 for i in (1, 2, 3)]
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
@@ -197,33 +299,27 @@ def test_logits_without_a_token_are_an_error(kv, how, value) -> None:
 
 @pytest.mark.parametrize("kv", KV_CACHES)
 def test_a_row_ends_with_its_stop_token(kv) -> None:
-    """Ids of any kind; a tensor's row repeats it."""
+    """Ids of any kind; a stream has ENDED for it, a tensor's row repeats the token."""
     model, prompts, how = lively(), ragged(), {"temperature": 0, "kv_cache": kv}
-    full = [t.tolist() for t in engine.generate(model, prompts, 20, **how)]
-
-    def cut(stop: set[int]) -> list[list[int]]:
-        ends = [[n for n in range(len(p), len(t)) if t[n] in stop] for t, p in zip(full, prompts)]
-        return [text[: min(end, default=len(text)) + 1] for text, end in zip(full, ends)]
-
-    pairs = itertools.combinations(range(37), 2)
-    ids = max(pairs, key=lambda s: len({len(t) - len(p) for t, p in zip(cut({*s}), prompts)}))
-    one, few_ids = ids[0], torch.tensor(ids)
-    for stop, want in (
-        *((kind, cut({one})) for kind in (one, np.uint16(one), few_ids[0], np.array(one))),
-        *((kind, cut({*ids})) for kind in (iter(ids), few_ids.numpy(), few_ids, [*few_ids])),
-    ):
+    free = by_hand(model, prompts, 20, temperature=0)
+    ids = max(itertools.combinations(range(37), 2), key=lambda s: len(
+        {min([row.index(t) for t in s if t in row], default=20) for row in free}))
+    array = torch.tensor(ids)
+    for stop, those in (*((kind, {ids[0]}) for kind in (ids[0], np.uint16(ids[0]), array[0],
+                                                        np.array(ids[0]))),
+                        *((kind, {*ids}) for kind in (iter(ids), array.numpy(), array, [*array]))):
+        want = [row[: next((n for n, t in enumerate(row, 1) if t in those), 20)] for row in free]
         got = engine.generate(model, prompts, torch.tensor(20), stop=stop, **how)
-        assert [t.tolist() for t in got] == want
-    assert len({len(t) - len(p) for t, p in zip(want, prompts)}) >= 3
-    rows = [row.tolist() for row in engine.stream(model, prompts, 20, stop=ids, **how)]
-    for b, (text, prompt) in enumerate(zip(want, prompts)):
-        new = [row[b] for row in rows]
-        assert new == text[len(prompt) :] + [ENDED] * (len(rows) - len(text) + len(prompt))
-    idx = tokens(T=5)
-    plain = engine.generate(model, idx, 9, **how)
-    short = engine.generate(model, idx, 9, stop=lambda row, new: row == 0 and len(new) == 2, **how)
-    assert torch.equal(short[0, :7], plain[0, :7]) and (short[0, 7:] == plain[0, 6]).all()
-    assert torch.equal(short[1], plain[1])
+        assert [t[len(p) :].tolist() for t, p in zip(got, prompts)] == want
+    assert len({*map(len, want)}) >= 3
+    steps = torch.stack([*engine.stream(model, prompts, 20, stop=ids, **how)]).T.tolist()
+    most = max(map(len, want))
+    assert steps == [row + [ENDED] * (most - len(row)) for row in want]
+    square = engine.generate(model, tokens(T=5), 9, **how)
+    short = engine.generate(model, tokens(T=5), 9, **how,
+                            stop=lambda row, new: row == 0 and len(new) == 2)
+    assert torch.equal(short[0, :7], square[0, :7]) and (short[0, 7:] == square[0, 6]).all()
+    assert torch.equal(short[1], square[1])
 
 
 @pytest.fixture
@@ -252,23 +348,13 @@ def eager_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 def test_a_decode_step_is_one_graph_for_each_bucket(name, eager_graphs) -> None:
     """Buckets of 128 and 140 slots; other lengths compile nothing."""
     model = lively(n_layer=1, block_size=140, n_kv_head=2, attention_backend=name)
-    want = engine.generate(model, tokens(T=5), 135, temperature=0, kv_cache="none")
+    want = engine.generate(model, tokens(T=5), 135, temperature=0, kv_cache="dynamic")
     for T in (5, 100):
         got = engine.generate(
             model, want[:, :T], 140 - T, temperature=0, kv_cache="static", compile=True
         )
         assert torch.equal(got, want)
         assert len(eager_graphs) == 2
-
-
-@pytest.mark.slow
-def test_the_compiler_gives_the_same_tokens() -> None:
-    torch._dynamo.reset()
-    compiled.cache_clear()
-    model = lively(n_layer=1, attention_window=6)
-    texts = [engine.generate(model, tokens(T=5), 9, top_k=5, kv_cache="static", compile=on,
-                             generator=torch.Generator().manual_seed(1)) for on in (True, False)]
-    assert torch.equal(*texts)
 
 
 # --- texts ---
@@ -285,7 +371,7 @@ def talker(eot: int | None = None) -> GPT:
 
 
 def seeded(n: int = 1) -> dict[str, Any]:
-    return {"generator": [torch.Generator().manual_seed(b) for b in range(n)], "temperature": 1.5}
+    return {"generator": seeds(n), "temperature": 1.5}
 
 
 def cut(ids: list[int], stops: list[str]) -> tuple[str, int]:
@@ -302,8 +388,7 @@ def cut(ids: list[int], stops: list[str]) -> tuple[str, int]:
 @given(st.lists(st.text("ab\né .", min_size=1, max_size=4), min_size=1, max_size=3),
        st.sampled_from(KV_CACHES))
 def test_a_text_ends_before_a_stop_string(stops, kv) -> None:
-    model, prompts = talker(), ["ab", "b\n", "a"]
-    ids = [[0, 1], [1, 5], [0]]
+    model, prompts, ids = talker(), ["ab", "b\n", "a"], [[0, 1], [1, 5], [0]]
     how = {"kv_cache": kv, "max_new_tokens": 30}
     free = engine.generate(model, ids, **how, **seeded(3))
     want = [cut(t[len(p) :].tolist(), stops) for t, p in zip(free, ids)]
@@ -331,55 +416,54 @@ def test_texts_give_texts_and_ids_give_ids() -> None:
     assert [*served] == [*((0, int(i)) for i in ids[2:]), (0, ENDED)]
     model = talker(eot=4)
     before = "".join(PIECES[i] for i in ids[: ids.tolist().index(4)])
-    assert engine.generate(model, "ab", 30, **seeded()) == before
-    assert engine.generate(model, "ab", 30, stop=lambda b, new: False, **seeded()) == before
+    for more in ({}, {"stop": lambda b, new: False}):
+        assert engine.generate(model, "ab", 30, **seeded(), **more) == before
     assert len(engine.generate(model, [[0, 1]], 30, **seeded())[0]) == 32
 
 
-def test_a_character_of_several_tokens_stops_a_text() -> None:
+@pytest.mark.parametrize("kind, prompt, new, stop, want", [
+    *(("gpt2", "x", "one étwo", stop, want) for stop, want in (
+        (None, "xone étwo"), (" é", "xone"), (["twice", "et"], "xone étwo"))),
+    # The prompt's space is a token of its own.
+    ("llama", "a", "rose a", None, "a rose a"), ("llama", "a rose ", "rose a", None,
+                                                 "a rose  rose a"),
+    ("wordpiece", "a", "rose a", None, "a rose a"), ("wordpiece", "a rose ", "rose a", None,
+                                                     "a rose rose a"),
+])
+def test_tokens_join_as_the_tokenizer_joins_them(kind, prompt, new, stop, want, tmp_path) -> None:
     """é is two tokens of GPT-2's; the first alone is no text."""
-    model = lively(vocab_size=50304, n_embd=16)
-    model.tokenizer = gpt2 = data.GPT2Tokenizer()
-    coming = [*gpt2.encode("one é"), *gpt2.encode("two")]
+    if kind == "gpt2":
+        made: Any = data.GPT2Tokenizer()
+        coming = [*made.encode("one é"), *made.encode("two")]
+    else:
+        made = data.FileTokenizer.read(small_tokenizer(tmp_path, kind))
+        made.begin = ()
+        coming = made.encode(new)
+    model = lively(vocab_size=max(300, made.vocab_size), n_embd=16, n_layer=1)
+    model.tokenizer, n = made, len(made.encode(prompt))
 
-    def force(tokens: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        n = tokens.shape[1] - 1
-        return torch.full_like(logits, -9.0).index_fill(1, torch.tensor(coming[n]), 9.0)
+    def force(tokens: Tensor, logits: Tensor) -> Tensor:
+        token = torch.tensor(coming[tokens.shape[1] - n])
+        return torch.full_like(logits, -9.0).index_fill(1, token, 9.0)
 
-    how = {"temperature": 0, "logits_processor": force}
-    for stop, want in ((None, "xone étwo"), (" é", "xone"), (["twice", "et"], "xone étwo")):
-        assert engine.generate(model, "x", len(coming), stop=stop, **how) == want
-
-
-@pytest.mark.parametrize("kind", ["llama", "wordpiece"])
-def test_the_space_after_the_prompt_stays(kind, tmp_path) -> None:
-    model = lively(vocab_size=300, n_embd=16)
-    model.tokenizer = made = data.FileTokenizer.read(small_tokenizer(tmp_path, kind))
-    made.begin = ()
-    coming = made.encode("rose a")
-
-    def force(tokens: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        new = coming[tokens.shape[1] - n]
-        return torch.full_like(logits, -9.0).index_fill(1, torch.tensor(new), 9.0)
-
-    # llama: the prompt's space is a token of its own.
-    after = {"a": " rose a", "a rose ": " rose a" if kind == "llama" else "rose a"}
-    for prompt, new in after.items():
-        n, how = len(made.encode(prompt)), {"temperature": 0, "logits_processor": force}
-        assert engine.generate(model, prompt, len(coming), **how) == prompt + new
+    how = {"temperature": 0, "logits_processor": force, "stop": stop}
+    assert engine.generate(model, prompt, len(coming), **how) == want
 
 
 @pytest.mark.parametrize("kv", ["dynamic", "paged"])
 def test_invalid_options_are_named(kv) -> None:
-    model, idx = build().eval(), tokens(T=5)
+    one = constrain.regex("[1-9]{5}", Vocabulary(TOKENS, ENDS))
     for options, words in (
         ({"kv_cache": "ring"}, "kv_cache.*ring"), ({"compile": True}, "compile.*kv_cache"),
         ({"temperature": -1}, "temperature.* -1"), ({"temperature": None}, "temperature.*None"),
+        ({"temperature": math.nan}, "temperature.*nan"),
         ({"top_k": 2.0}, r"top_k.*2\.0"), ({"top_p": "x"}, "top_p.*'x'"),
         *(({"stop": stop}, "stop.*'x'") for stop in ("x", ["x"], [3, "x"])),
         ({"stop": [3, 37]}, "stop.* 36.*37"), ({"stop": torch.tensor([1.0])}, r"stop.*1\."),
         ({"stop": np.array([True])}, "stop.*True"), ({"unused": [-1]}, "unused.*-1"),
         ({"vocab_size": 9, "unused": [9]}, "unused.* 8.* 9"), ({"constraint": ["a+", None]}, "a"),
+        ({"constraint": [one]}, "2 prompts.* 1"),
+        ({"constraint": one, "max_new_tokens": 4}, "5 tokens.* 4"),
         ({"logits_processor": lambda tokens, logits: logits.tolist()}, "logits_processor.*list"),
         ({"logits_processor": lambda tokens, logits, lengths: logits[:1]}, r"\(1, 37\)"),
         *(({"max_new_tokens": n}, f"max_new_tokens.*{re.escape(repr(n))}")
@@ -387,18 +471,17 @@ def test_invalid_options_are_named(kv) -> None:
         *(({"prompts": prompts}, "prompt") for prompts in (
             [], [[]], [[1], []], torch.zeros(2, 0, dtype=torch.int64), torch.tensor([1]),
             torch.tensor([[1.5]]), [[True]], [[1, 37]], torch.tensor([[-1]]))),
-        ({"prompts": "ab"}, "'ab'"),
-    ):  # fmt: skip
-        how: Any = {"prompts": idx, "max_new_tokens": 5, "kv_cache": kv} | options
+        ({"prompts": "ab"}, "'ab'"), ({"prompts": "a", "stop": "", "who": talker}, "''"),
+        ({"prompts": ["ab", [1]], "who": talker}, "'ab'"),
+        ({"prompts": "q", "who": talker}, "'q'"),
+    ):
+        how: Any = {"prompts": tokens(T=5), "max_new_tokens": 5, "kv_cache": kv} | options
+        model, prompts, n = (how.pop("who", build)(), how.pop("prompts"), how.pop("max_new_tokens"))
         with pytest.raises(ValueError, match=words):
-            engine.generate(model, how.pop("prompts"), how.pop("max_new_tokens"), **how)
-    for prompts, how, words in (("a", {"stop": ""}, "''"), (["ab", [1]], {}, "'ab'"),
-                                ("q", {}, "'q'")):
-        with pytest.raises(ValueError, match=words):
-            engine.generate(talker(), prompts, 5, kv_cache=kv, **how)
+            engine.generate(model, prompts, n, **how)
     for function in (engine.generate, engine.stream, serve.stream):
         with pytest.raises(TypeError, match="'temprature'"):
-            list(function(model, idx, 5, temprature=1))
+            list(function(build(), tokens(T=5), 5, temprature=1))
 
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
