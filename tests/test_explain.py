@@ -1,18 +1,23 @@
-"""explain.py: every number that is shown, against the formula with the model's own q, k and v."""
+"""explain.py: every number of its document, text and page is the formula with the model's own q, k
+and v."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
+from collections.abc import Callable, Iterator
+from copy import deepcopy
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import browser as browsers
 import numpy as np
 import pytest
 import torch
+from conftest import few
 from test_train import enter
 from torch import Tensor
 
@@ -23,20 +28,22 @@ from core.settings import UserError
 from data.tokenizer import CharTokenizer
 from explain import ExplainConfig
 from model import GPT, GPTConfig
+from viewer import page as viewer_page
 from viewer.document import Document, pack, token_of, unpack
 from viewer.maps import maps, watched
 from viewer.text import render
 
-PROMPT = "to be or not to be that is it"
+PROMPT = "to be, or not\nto be that is"
 TOKENIZER = CharTokenizer([*map(chr, range(32, 127)), "\n", "\u2028"])
 SHAPES: dict[str, dict[str, Any]] = {
-    "plain": {},
+    "plain": {"layer": 1, "head": 2},
     "gqa-window-segments": {"attention_window": (5, None), "n_kv_head": 2, "segments": "|",
-                            "prompt": "to be|or not to be|it"},
+                            "prompt": "to be|or not to be|it", "layer": 0, "head": 3},
     "one token": {"prompt": "a"},
     "full": {"prompt": (PROMPT * 3)[:48], "attention_window": 6},
     "bfloat16": {"dtype": "bfloat16", "n_kv_head": 1},
 }
+SHOWN = ["plain", "gqa-window-segments"]  # on the page
 
 
 def tiny(**changes: Any) -> GPT:
@@ -48,29 +55,25 @@ def tiny(**changes: Any) -> GPT:
     return model
 
 
-def explained(model: GPT, config: ExplainConfig) -> Document:
+def explained(model: GPT, **settings: Any) -> Document:
+    config = ExplainConfig(**{"prompt": PROMPT} | settings)
     return explain.explain(model, TOKENIZER, config, "a tiny model")
-
-
-def made(shape: str = "plain", **more: Any) -> tuple[GPT, ExplainConfig]:
-    changes = {"prompt": PROMPT, **SHAPES[shape]}
-    names = {"prompt", "segments", "dtype"} & changes.keys()
-    config = ExplainConfig(**{name: changes.pop(name) for name in names}, **more)
-    return tiny(**changes).to(getattr(torch, config.dtype)), config
 
 
 Layer = tuple[Tensor, Tensor, Tensor, Tensor]  # S and P (H, T, T), v (Hkv, T, D), the kernel's out
 
 
 @cache
-def document(shape: str) -> tuple[Document, list[Layer]]:
+def document(shape: str = "plain") -> tuple[Document, list[Layer]]:
     """The document, and the formula in float64."""
-    model, config = made(shape)
+    settings = dict(SHAPES[shape])
+    sizes = {n: settings.pop(n) for n in ("attention_window", "n_kv_head") if n in settings}
+    model = tiny(**sizes).to(getattr(torch, settings.get("dtype", "float32")))
     caught: list[Tensor] = []
     for block in model.transformer.h:
         block.attn.c_attn.register_forward_hook(lambda _, x, out: caught.append(out[0].double()))
         block.attn.c_proj.register_forward_pre_hook(lambda _, x: caught.append(x[0][0].double()))
-    found, kv, layers = explained(model, config), model.config.kv_heads, []
+    found, kv, layers = explained(model, **settings), model.config.kv_heads, []
     seg = found["about"]["segments"] or [0] * len(caught[0])
     for qkv, out, window in zip(caught[::2], caught[1::2], model.config.windows, strict=True):
         q, k, v = qkv.unflatten(1, (-1, 8)).transpose(0, 1).split([4, kv, kv])
@@ -107,11 +110,7 @@ def test_the_numbers_are_the_formula_of_the_models_own_q_k_and_v(shape) -> None:
         for name, want in wanted.items():
             got = unpack(tiles[name])[n]  # type: ignore[literal-required]
             assert got == pytest.approx(want.numpy(), rel=1e-5, abs=1e-5)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_the_document_has_the_prompt_and_fits_a_terminal(shape) -> None:
-    about = (found := document(shape)[0])["about"]
+    about = found["about"]
     assert "".join(t["text"] for t in about["tokens"]) == about["prompt"].replace("|", "")
     assert about["segments"] in (None, [0] * 5 + [1] * 12 + [2] * 2)
     text = render(found)
@@ -120,15 +119,15 @@ def test_the_document_has_the_prompt_and_fits_a_terminal(shape) -> None:
 
 @pytest.mark.parametrize("layer, head", [(None, None), (1, None), (None, 3), (0, 2)])
 def test_it_begins_with_the_head_of_lowest_entropy(layer, head) -> None:
-    about = explained(*made(layer=layer, head=head))["about"]
-    entropy = document("plain")[0]["maps"]["entropy"]
+    about = explained(tiny(), layer=layer, head=head)["about"]
+    entropy = document()[0]["maps"]["entropy"]
     least = min((entropy[n][m], n, m) for n in range(2) for m in range(4)
                 if layer in (None, n) and head in (None, m))
     assert (about["layer"], about["head"]) == least[1:]
 
 
 def test_an_output_that_is_off_does_not_agree() -> None:
-    """One number off by a thousandth."""
+    """One number off by a thousandth; or no number."""
     with watched(model := tiny()) as calls, torch.no_grad():
         model.hidden(torch.arange(9)[None])
     wrong = calls[1].out.clone()
@@ -138,17 +137,13 @@ def test_an_output_that_is_off_does_not_agree() -> None:
     assert good["agrees"] and not bad["agrees"]
     assert [e > 1e-4 for e in bad["heads"]] == [False, False, True, False]
     assert bad["error"] == pytest.approx(1e-3, rel=0.01)
-    whole = document("plain")[0]
-    wrong_layers: Any = {**whole, "maps": {**whole["maps"], "layers": found["layers"]}}
-    assert "NOT" not in render(whole) and "NOT" in render(wrong_layers)
-
-
-@pytest.mark.parametrize("place, named", [("attn.c_attn", "layer 1"), ("mlp.c_proj", "last layer")])
-def test_an_output_that_is_no_number_is_refused(place, named) -> None:
-    model, config = made()
-    torch.nn.init.constant_(model.transformer.h[1].get_submodule(place).bias, torch.inf)
-    with pytest.raises(UserError, match=named):
-        explained(model, config)
+    wrong_layers: Any = deepcopy(document()[0])
+    wrong_layers["maps"]["layers"] = found["layers"]
+    assert "NOT" not in render(document()[0]) and "NOT" in render(wrong_layers)
+    for place, named in (("mlp.c_proj", "last layer"), ("attn.c_attn", "layer 1")):
+        torch.nn.init.constant_(model.transformer.h[1].get_submodule(place).bias, torch.inf)
+        with pytest.raises(UserError, match=named):
+            explained(model)
 
 
 def test_arrays_and_tokens_as_they_are_written() -> None:
@@ -162,30 +157,28 @@ def test_arrays_and_tokens_as_they_are_written() -> None:
         assert token_of(0, [piece]) == {"id": 0, "text": text, "label": label}
 
 
-def test_a_refused_backend_is_shown_with_its_reasons() -> None:
-    model, config = tiny(attention_backend="flash_attn_3"), made()[1]
-    found = explained(model, config)
+def test_what_is_refused_or_left_out_is_shown() -> None:
+    found = explained(tiny(attention_backend="flash_attn_3"))
     text, refused = " ".join(render(found).split()), found["about"]["refused"]
     assert found["about"]["backend"] == "sdpa" and refused[0]["name"] == "flash_attn_3"
     for one in refused:
         assert one["name"] in text and all(why in text for why in one["why"])
+    for size, shown in ((300, 256), (200, 200)):
+        about = explained(tiny(block_size=size), prompt="x" * 280)["about"]
+        assert len(about["tokens"]) == shown and "280" in about["notes"][0]
 
 
-@pytest.mark.parametrize("size, shown", [(300, 256), (200, 200)])
-def test_a_long_prompt_is_shown_in_part(size, shown) -> None:
-    about = explained(tiny(block_size=size), ExplainConfig(prompt="x" * 280))["about"]
-    assert len(about["tokens"]) == shown and "280" in about["notes"][0]
-
-
-@pytest.mark.parametrize("shape", ["plain", "gqa-window-segments"])
+@pytest.mark.parametrize("shape", SHOWN)
 def test_the_map_in_characters(shape) -> None:
-    text = render(explained(*made(shape, layer=1, head=2)))
-    text = text[text.index("MAP of layer 1, head 2") :]
+    found, layers = document(shape)
+    layer, head = found["about"]["layer"], found["about"]["head"]
+    text = render(found)
+    text = text[text.index(f"MAP of layer {layer}, head {head}") :]
     lows = {c: float(low) for c, low in re.findall(r"(\S)\s+from\s+(0(?:\.\d+)?)[,.]", text)}
     assert len(lows) == 7
-    S, P, *_ = document(shape)[1][1]
+    S, P, *_ = layers[layer]
     rows = re.findall(r"^ *\d+ \S .*", text, re.M)
-    for line, scores, row in zip(rows, S[2].tolist(), P[2].tolist(), strict=True):
+    for line, scores, row in zip(rows, S[head].tolist(), P[head].tolist(), strict=True):
         cells, rest = line[5 : 5 + len(row)], line[5 + len(row) :].split()
         assert [c != " " for c in cells] == [s > -math.inf for s in scores]
         for c, p in zip(cells, row):
@@ -223,10 +216,9 @@ def test_text_and_json_from_a_checkpoint(run, tmp_path) -> None:
     assert code == 0, err
     found = json.loads(path.read_text())
     assert out == render(found) + "\n"
-    model = tiny(attention_window=6, attention_backend="manual")
-    want = json.loads(json.dumps(explained(model, made(layer=1, head=3)[1])))
+    want = explained(tiny(attention_window=6, attention_backend="manual"), layer=1, head=3)
     want["about"]["source"] = str(run / "step-00000007")
-    assert found == want
+    assert found == json.loads(json.dumps(want))
     assert not (run / "explain.html").exists()
 
 
@@ -257,3 +249,204 @@ LONG = "a" * 300  # no file may have this name
 def test_a_wrong_setting_is_named(run, words, named) -> None:
     code, out, err = command(f"--out_dir={run}", *words)
     assert code == 2 and not out and "Traceback" not in err and named in err
+
+
+# --- the page in a browser ---
+
+HOSTILE = ("</script><script>window.taken = 1</script><img src=x onerror='taken=2'> {{js}} <!-- "
+           "&lt;\u2028\"")
+Show = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    with browsers.running() as chromium:
+        yield chromium
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def show(chromium: Any, tmp_path: Path, said: list[str]) -> Iterator[Show]:
+    opened = []
+
+    def open_(shown: Document, width: int = 1400, scheme: str = "light") -> Any:
+        file = tmp_path / "explain.html"
+        file.write_text(viewer_page.render(shown), encoding="utf-8")
+        size = {"width": width, "height": 900}
+        page = chromium.new_page(viewport=size, color_scheme=scheme)
+        opened.append(page)
+        page.set_default_timeout(5000)
+        page.on("console", lambda message: said.append(f"console: {message.text}"))
+        page.on("pageerror", lambda error: said.append(f"error: {error}"))
+        page.on("request", lambda r: r.url == file.as_uri() or said.append(f"request: {r.url}"))
+        page.goto(file.as_uri())
+        return page
+
+    yield open_
+    for page in opened:
+        page.close()
+    assert said == []
+
+
+def numbers(page: Any, where: str) -> list[float]:
+    """Exact numbers of <data> elements, each shown rounded."""
+    found = page.eval_on_selector_all(
+        where + " data", "all => all.map(e => [e.value, e.innerText])"
+    )
+    for value, text in found:
+        shown = text.replace("−", "-").replace(",", "")
+        if re.fullmatch(r"-?[\d.]+", shown):
+            decimals = len(shown.partition(".")[2])
+            assert float(shown) == pytest.approx(float(value), abs=0.51 * 10**-decimals)
+    return [float(value) for value, _ in found]
+
+
+def test_a_hostile_prompt_is_shown_as_text(show, said) -> None:
+    shown = explained(tiny(block_size=128), prompt=HOSTILE)
+    about, image = shown["about"], "<img src=x onerror='taken=4'>"
+    about["source"] = about["device"] = about["backend"] = image
+    about["notes"].append(image)
+    about["refused"].append({"name": image, "why": [image]})
+    for token in about["tokens"]:  # as GPT-2's may be
+        token["text"] = token["label"] = image
+    block = re.search(r'id="document">(.*?)</script>', viewer_page.render(shown), re.S)
+    assert block and json.loads(block[1]) == shown
+    page = show(shown)
+    page.locator("#map-tokens button").last.click()
+    assert page.inner_text("#prompt") == HOSTILE
+    for part in ("#lede", "#check", "#notes", "#agreement", "#query-title", "#map-tokens"):
+        assert image in page.inner_text(part), part
+    assert page.locator("script").count() == 2 and page.locator("img").count() == 0
+    # If there were a hole, the policy would stop any other script.
+    page.evaluate("""document.body.append(Object.assign(document.createElement("script"),
+      { textContent: "window.taken = 3" }))""")
+    assert page.evaluate("typeof taken") == "undefined"
+    assert "Content Security Policy" in said.pop()
+
+
+@pytest.mark.parametrize("width, scheme, kind", [(360, "dark", "good"), (1400, "light", "bad")])
+def test_it_fits_follows_the_scheme_and_shows_the_verdict(show, width, scheme, kind) -> None:
+    shown = deepcopy(document()[0])
+    layer = shown["maps"]["layers"][1]
+    layer["agrees"] = kind == "good"
+    page = show(shown, width, scheme)
+    assert page.evaluate("document.documentElement.scrollWidth - innerWidth") == 0
+    sticking = """all => all.filter(e => e.getBoundingClientRect().right > innerWidth + 0.5)
+                            .map(e => e.outerHTML.slice(0, 90))"""
+    assert page.eval_on_selector_all("main :not(.strip *, canvas)", sticking) == []
+    paper = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (sum(map(int, re.findall(r"\d+", paper))) < 200) == (scheme == "dark")
+    assert numbers(page, "#agreement") == [layer["error"], layer["allowed"]]
+    assert page.get_attribute("#check", "class") == kind
+    assert page.get_attribute("#agreement", "class") == f"verdict {kind}"
+
+
+@pytest.mark.parametrize("which", SHOWN)
+def test_a_token_shows_where_it_looks(show, which) -> None:
+    shown, layers = document(which)
+    about = shown["about"]
+    layer, head, T = about["layer"], about["head"], len(about["tokens"])
+    S, P = layers[layer][0][head].numpy(), layers[layer][1][head].numpy()
+    page = show(shown)
+    assert page.inner_text("#map-title") == f"Layer {layer}, head {head}"
+    for i in (0, 1, T // 2, T - 1):
+        page.locator("#map-tokens button").nth(i).click()
+        chips = page.eval_on_selector_all(
+            "#map-tokens button", "all => all.map(e => [e.className, e.lastChild.textContent])"
+        )
+        keys = np.flatnonzero(S[i] > -np.inf)
+        assert [j for j, (kind, _) in enumerate(chips) if "later" in kind] == list(range(i + 1, T))
+        hidden = [j for j in range(i) if j not in keys]
+        assert [j for j, (kind, _) in enumerate(chips) if "hidden" in kind] == hidden
+        assert numbers(page, "#map-tokens") == pytest.approx([*(100 * P[i, keys])], abs=1e-3)
+        assert all(chips[j][1] == "·" for j, w in zip(keys, P[i, keys]) if w < 0.004)
+
+
+def test_each_head_is_painted_pixel_by_pixel(show) -> None:
+    """Darker for the root of a larger weight; invisible keys are empty."""
+    shown, layers = document("gqa-window-segments")
+    T = len(shown["about"]["tokens"])
+    P = np.zeros((2, 4, T, T))
+    rows, cols = np.tril_indices(T)
+    P[:, :, rows, cols] = unpack(shown["maps"]["weights"]) / shown["maps"]["levels"]
+    found = show(shown).eval_on_selector_all("#thumbs canvas", """all => all.map(c => [
+      c.parentElement.ariaLabel,
+      ...c.getContext("2d").getImageData(0, 0, c.width, c.height).data])""")
+    lights: dict[int, float] = {}
+    for n, (name, *pixels) in enumerate(found):
+        assert name == f"Layer {n // 4}, head {n % 4}"
+        got, seen = np.array(pixels).reshape(T, T, 4), (layers[n // 4][0][0] > -torch.inf).numpy()
+        assert np.array_equal(got[..., 3], 255 * seen)
+        levels = (255 * P[n // 4, n % 4][seen] ** 0.5 + 0.5).astype(int).tolist()
+        for level, light in zip(levels, got[seen][:, :3] @ (0.2126, 0.7152, 0.0722)):
+            assert lights.setdefault(level, light) == light
+    ordered = [lights[level] for level in sorted(lights)]
+    assert len(ordered) > 20 and ordered[0] > 220 > 90 > ordered[-1]
+    assert all(np.diff(ordered) < 0.5)
+
+
+@pytest.mark.parametrize("which, size", few([("gqa-window-segments", 2), ("plain", 4)]))
+def test_a_row_plays_the_online_softmax(show, which, size) -> None:
+    """m, l and O after each tile; the last is the kernel's output."""
+    shown, layers = document(which)
+    about = shown["about"]
+    layer, head, T = about["layer"], about["head"], len(about["tokens"])
+    S, _, v, out = (t.numpy() for t in layers[layer])
+    S, v, out = S[head], v[head * len(v) // 4, :, :4], out[head, :, :4]
+    page = show(shown)
+    page.click("#tiles-tab")
+    page.select_option("#tiles-size", str(size))
+    for query in (0, T // 2, T - 1):
+        page.locator("#map-tokens button").nth(query).click()
+        starts = [j for j in range(0, T, size) if (S[query, j : j + size] > -np.inf).any()]
+        l, m, O = 0.0, -np.inf, np.zeros(4)
+        for n, j in enumerate(starts):
+            page.fill("#tiles-at", str(n))
+            assert f"Tile {n + 1} of {len(starts)}, key" in page.inner_text("#tiles-title")
+            keys = [key for key in range(j, min(j + size, T)) if S[query, key] > -np.inf]
+            top = max(m, *S[query, keys])
+            p, rescale, before = np.exp(S[query, keys] - top), np.exp(m - top), l
+            m, l, O = top, rescale * l + p.sum(), rescale * O + p @ v[keys]
+            assert numbers(page, "#tiles-keys") == pytest.approx([*S[query, keys], *p], abs=1e-5)
+            state = numbers(page, "#tiles-state")[n > 0 :]  # m before, from the second on
+            assert state[:5] == pytest.approx([m, before, rescale, p.sum(), l], abs=1e-4)
+            assert state[8::4] == pytest.approx([*O], abs=1e-4)
+        page.click("#tiles-next")
+        rows = numbers(page, "#tiles-state")
+        assert rows[2::4] == pytest.approx([*out[query]], abs=1e-4)
+        assert rows[2::4] == pytest.approx(rows[3::4], abs=1e-4)
+
+
+def test_all_of_it_works_with_the_keyboard(show) -> None:
+    shown, layers = document()
+    P, T = layers[0][1][1], len(shown["about"]["tokens"])
+    page = show(shown)
+
+    def press(where: str, *keys: str) -> None:
+        page.locator(where).focus()
+        for key in keys:
+            page.keyboard.press(key)
+
+    press("#thumbs [tabindex='0']", "ArrowUp", "ArrowLeft")
+    assert page.inner_text("#map-title") == "Layer 0, head 1"
+    assert numbers(page, "#map-tokens") == pytest.approx((100 * P[-1]).tolist(), abs=1e-3)
+    press("#map", "ArrowUp", "ArrowLeft")
+    (shown_p,) = re.findall(r"0\.\d{4}", page.inner_text("#map-cell"))
+    assert float(shown_p) == pytest.approx(float(P[T - 2, T - 3]), abs=1e-4)
+    press("#map-tokens [tabindex='0']", "Home", "ArrowRight")
+    assert page.inner_text("#query-title").startswith("Where token 1,")
+    press("#map-tokens [tabindex='0']", "End")
+    press("#map-tab", "ArrowRight")
+    assert page.locator("#map-panel").is_hidden() and page.locator("#tiles").is_visible()
+    for key, title in (("ArrowRight", "Tile 2 of"), ("End", "divided")):
+        press("#tiles-at", key)
+        assert title in page.inner_text("#tiles-title")
+    press("#tiles-play", "Space")
+    assert page.inner_text("#tiles-play") == "Pause"
+    page.locator("#tiles-title", has_text="Tile 2 of").wait_for()
+    press("#tiles-play", "Space")
+    assert page.inner_text("#tiles-play") == "Play"
