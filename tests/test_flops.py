@@ -58,18 +58,11 @@ def test_n_params_is_the_real_models(changes, heads) -> None:
     assert n_params(config) == model.get_num_params()
 
 
-def test_swiglu_has_as_many_parameters_as_gelu() -> None:
-    for C in (384, 768, 2048):
-        gelu, swiglu = (n_params(GPTConfig(n_head=4, n_embd=C, mlp=mlp, bias=False))
-                        for mlp in ("gelu", "swiglu"))
-        assert abs(swiglu / gelu - 1) < 0.01
-
-
-@pytest.mark.parametrize("T", [1, 2, 5, 64, 100, 2048, 2049, 3002])
+@pytest.mark.parametrize("T", [1, 2, 5, 64, 100, 1025])
 def test_mean_keys_counts_what_is_visible(T) -> None:
     for window in (None, 1, 2, 7, T - 1 or 1, T, T + 1, 10 * T):
-        seen = sum(int(visible(i[:, None], torch.arange(T)[None, :], 0, window).sum())
-                   for i in torch.arange(T).split(500))
+        at = torch.arange(T)
+        seen = int(visible(at[:, None], at[None, :], 0, window).sum())
         assert mean_keys(T, window) == seen / T, window
 
 
@@ -108,20 +101,19 @@ def test_the_formula_against_flop_counter_mode(options, checkpointing) -> None:
     assert counter.get_total_flops() == expected
 
 
-def test_the_peak_is_found_after_either_setting_of_tf32(monkeypatch) -> None:
+@pytest.mark.parametrize("tf32", [True, False])
+@pytest.mark.parametrize("name, value", [
+    ("allow_tf32", {True: True, False: False}), ("fp32_precision", {True: "tf32", False: "ieee"})])
+def test_the_peak_is_that_of_the_tf32_setting(name, value, tf32, monkeypatch) -> None:
     """PyTorch refuses to read allow_tf32 once fp32_precision was used."""
-    matmul = torch.backends.cuda.matmul
-    before, name = matmul.allow_tf32, "NVIDIA A100-SXM4-80GB"
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    gpu, matmul = "NVIDIA A100-SXM4-80GB", torch.backends.cuda.matmul
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: gpu)
+    before = getattr(matmul, name)
     try:
-        for tf32 in (True, False):
-            matmul.allow_tf32 = tf32
-            assert flops.peak("cuda", "float32") == datasheet_peak(name, "float32", tf32)
-            if hasattr(matmul, "fp32_precision"):
-                matmul.fp32_precision = "tf32" if tf32 else "ieee"
-                assert flops.peak("cuda", "float32") == datasheet_peak(name, "float32", tf32)
+        setattr(matmul, name, value[tf32])
+        assert flops.peak("cuda", "float32") == datasheet_peak(gpu, "float32", tf32)
     finally:
-        matmul.allow_tf32 = before
+        setattr(matmul, name, before)
 
 
 def test_the_mfu_anchors_are_recomputed_from_their_own_columns() -> None:
@@ -194,15 +186,6 @@ def test_a_measured_peak_leaves_the_random_state_alone(dtype, monkeypatch) -> No
     assert math.isfinite(found) and found > 0
 
 
-def test_mfu() -> None:
-    a100 = Peak(312, "datasheet")
-    full, causal = Speed(GPT2, 1024, 150_000, a100).mfu
-    assert full == pytest.approx(150_000 * 854.770e6 / 312e12, rel=1e-5)
-    assert causal / full == pytest.approx(798.204 / 854.770, rel=1e-5)
-    eight = Speed(GPT2, 1024, 8 * 150_000, a100, devices=8).mfu
-    assert eight == pytest.approx((full, causal))
-
-
 @pytest.fixture
 def kept(tmp_path: Path, monkeypatch) -> Path:
     """Measurements give 1, 2, 3, ... TFLOP/s."""
@@ -254,10 +237,14 @@ def test_a_rate_of_a_busy_machine_is_measured_again_when_it_is_idle(
         assert found.tflops == rate and ("other programs" in found.source) == busy
 
 
-def test_a_share_of_more_than_one_is_not_a_figure() -> None:
-    """150,000 tokens/s of GPT-2 124M are 128.2 TFLOP/s, 119.7 of them on visible pairs."""
-    for peak, full, causal in ((200, 0.641, 0.5986), (125, None, 0.958), (100, None, None)):
-        row = flops.Speed(GPT2, 1024, 150_000, Peak(peak, "--peak_tflops")).row()
-        for key, want in (("mfu", full), ("mfu_causal", causal)):
-            assert row[key] == (want and pytest.approx(want, abs=1e-3))
-        assert (full is None) == (f"{peak} TFLOP/s" in row.get("mfu_why", ""))
+@pytest.mark.parametrize("peak, devices, full, causal", [
+    (312, 1, 128.2155 / 312, 119.7306 / 312), (312, 8, 128.2155 / 312, 119.7306 / 312),
+    (125, 1, None, 119.7306 / 125), (100, 1, None, None)])
+def test_mfu_is_a_share_of_the_peak_of_all_devices(peak, devices, full, causal) -> None:
+    """150,000 tokens/s of GPT-2 124M are 128.2 TFLOP/s, 119.7 of them on visible pairs. More than
+    the peak is no figure."""
+    of = Peak(peak, "--peak_tflops")
+    row = Speed(GPT2, 1024, devices * 150_000, of, devices=devices).row()
+    for key, want in (("mfu", full), ("mfu_causal", causal)):
+        assert row[key] == (want and pytest.approx(want, rel=1e-5))
+    assert (full is None) == (f"{peak} TFLOP/s" in row.get("mfu_why", ""))
