@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -200,59 +200,40 @@ def test_processors_of_transformers(names, transformers, tmp_path: Path) -> None
         assert [ids[:14] for ids in text(us, 13, **way, **options)] == want
 
 
-# --- captured decoding, with the device's part replaced: a graph runs its step again ---
+# --- captured decoding: without a GPU a graph runs its step again ---
 
 
 @pytest.fixture
-def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Captured steps."""
     made: list[Any] = []
-
-    def record(step: Callable[[], None], device: torch.device) -> Callable[[], None]:
-        made.append(step)
-        return step
-
     monkeypatch.setattr(graphs, "possible", lambda device: True)
-    monkeypatch.setattr(graphs, "record", record)
-    yield made
+    monkeypatch.setattr(graphs, "record", lambda step, device: made.append(step) or step)
+    return made
 
 
-HOWS: dict[str, dict[str, Any]] = {
-    "greedy": {"temperature": 0}, "top_p": {"top_p": 0.8, "top_k": 9},
-    "constraint": {"constraint": True}, "in step": {"logits_processor": rarely},
-    "python": {"logits_processor": by_python}, "stop": {"stop": [3, 9]},
-}
-
-
-@pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize("shape", few(["llama-window", "plain"]))
-def test_captured_tokens_are_those_of_the_eager_static_cache(shape, how, recorded) -> None:
-    """Also in a second call without captures, and for sliding texts."""
-    model, options = lively(**SHAPES[shape]), dict(HOWS[how])
-    if "constraint" in options:
-        options["constraint"] = constrain.regex("[ab]{3}.*", Vocabulary(TOKENS, ENDS))
-    want = text(model, kv_cache="static", **options)
-    assert not recorded
-    assert text(model, **options) == want
-    n = len(recorded)
-    assert n == (2 if how == "python" else 1)
-    assert text(model, **options) == want
-    assert len(recorded) == (2 * n if how == "in step" else n)  # its numbers may have changed
-
-
-def test_weights_that_moved_are_captured_again(recorded) -> None:
-    model, seen = lively(), []
+@pytest.mark.parametrize("how, captures, again", [
+    ({"temperature": 0}, 1, 0), ({"top_p": 0.8, "top_k": 9}, 1, 0), ({"constraint": True}, 1, 0),
+    ({"logits_processor": rarely}, 1, 1),  # its numbers may have changed
+    ({"logits_processor": by_python}, 2, 0), ({"stop": [3, 9]}, 1, 0),
+], ids=str)
+def test_captured_tokens_are_those_of_the_eager_static_cache(how, captures, again, recorded):
+    """Also in a second call, for sliding texts, and after weights have moved."""
+    model = lively(**SHAPES["llama-window"])
+    if "constraint" in how:
+        how = {"constraint": constrain.regex("[ab]{3}.*", Vocabulary(TOKENS, ENDS))}
     double = {name: 2 * t for name, t in model.state_dict().items()}
-    text(model, temperature=0)
-    for n, move in ((2, lambda: model.load_state_dict(double, assign=True)),
-                    (3, lambda: model.to(torch.float64).to(torch.float32)),
-                    (4, lambda: int8.convert(model, model.head_weight)),
-                    (4, lambda: model.transformer.wte.weight.data.mul_(-1))):
+    n = 0
+    for move, more in ((lambda: None, captures), (lambda: None, again),
+                       (lambda: model.load_state_dict(double, assign=True), 1),
+                       (lambda: model.to(torch.float64).to(torch.float32), 1),
+                       (lambda: int8.convert(model, model.head_weight), 1),
+                       (lambda: model.transformer.wte.weight.data.mul_(-1), again)):
         move()
-        seen.append(text(model, temperature=0))
-        assert seen[-1] == text(model, temperature=0, kv_cache="static")
+        want = text(model, kv_cache="static", **how)
+        assert len(recorded) == n and text(model, **how) == want
+        n += more
         assert len(recorded) == n
-    assert seen[0] != seen[-1]
 
 
 def test_a_capture_that_fails_is_one_warning_and_eager(recorded, monkeypatch, caplog) -> None:

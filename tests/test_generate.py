@@ -490,23 +490,15 @@ cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA de
 @pytest.mark.gpu
 @cuda
 @pytest.mark.parametrize("kv", [*CACHES, "auto"])
-def test_on_a_gpu_every_cache_gives_the_tokens_of_no_cache(kv) -> None:
-    model, prompts = lively(block_size=64).cuda(), [p.cuda() for p in ragged()]
-    want = engine.generate(model, prompts, 50, temperature=0, kv_cache="none")
-    for compile in (False, True)[: 1 + (kv == "static")]:
-        how = {"kv_cache": kv, "compile": compile, "temperature": 0}
-        got = engine.generate(model, prompts, 50, **how)
-        assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
-
-
-@pytest.mark.gpu
-@cuda
-@pytest.mark.parametrize("kv", [*CACHES, "auto"])
 @pytest.mark.parametrize("on", ["cpu", "cuda"])
-def test_on_a_gpu_decoding_never_synchronizes(kv, on) -> None:
+def test_on_a_gpu_every_cache_draws_the_same_and_never_synchronizes(kv, on) -> None:
     model, prompts = lively(block_size=128).cuda(), [p.cuda() for p in ragged()]
-    generators = [torch.Generator(on).manual_seed(row) for row in range(4)]
-    how = {"kv_cache": kv, "top_k": 5, "generator": generators}
+    for compile in (False, True)[: 1 + (kv == "static")]:
+        want, *others = (engine.generate(model, prompts, 50, temperature=0, kv_cache=one,
+                                         compile=compile and one == kv) for one in ("none", kv))
+        assert all(torch.equal(g, w) for g, w in zip(*others, want, strict=True))
+    how = {"kv_cache": kv, "top_k": 5}
+    how["generator"] = [torch.Generator(on).manual_seed(row) for row in range(4)]
     list(engine.stream(model, prompts, 100, **how))
     steps = engine.stream(model, prompts, 100, **how)
     next(steps)

@@ -58,43 +58,66 @@ def of(out: Path, *words: str, n: int = 40) -> tuple[str, ...]:
     return (f"--out_dir={out}", f"--max_new_tokens={n}", *words)
 
 
-def seeded(trained: Path, seed: int, *words: str) -> str:
-    (text,) = text_of(*of(trained, f"--seed={seed}", *words, n=15))
-    return text
+def by_engine(source: Any, prompts: list[str], n: int = 40, seed: int = 1337,
+              **how: Any) -> list[str]:
+    """Each text of a prompt has the next seed."""
+    model, tokenizer = inference.load(source, device="cpu")
+    assert model.tokenizer is tokenizer and not model.training
+    if "regex" in how:
+        how["constraint"] = inference.constrain.regex(how.pop("regex"), tokenizer)
+    seeds = [torch.Generator().manual_seed((seed + i) % 2**64) for i in range(len(prompts))]
+    return engine.generate(model, prompts, n, generator=seeds,
+                           **{"temperature": 0.8, "top_k": 200} | how)
 
 
-def test_a_seed_gives_the_same_text_every_time(trained):
-    """Each sample of a prompt has the next seed."""
-    a = seeded(trained, 3)
-    how = {"temperature": 0.8, "top_k": 200, "generator": torch.Generator().manual_seed(3)}
-    assert engine.generate(inference.load(trained, device="cpu")[0], "", 15, **how) == a
-    assert a == seeded(trained, 3) == seeded(trained, 3, "--start=") != seeded(trained, 4)
-    assert len(a) == 16 and a.startswith("\n") and set(a) <= set(TEXT)
-    last = text_of(*of(trained, f"--seed={2**64 - 1}", "--num_samples=2", n=15))
-    assert last == [seeded(trained, -1), seeded(trained, 0)]
-    assert seeded(trained, 10**30 * 2**64) == last[1]
-    three = text_of(*of(trained, "--num_samples=3", "--start=The", "--seed=5", n=15))
-    assert len(set(three)) == 3 and all(t.startswith("The") for t in three)
-    assert three[1] == seeded(trained, 6, "--start=The")
+REGEX = "[A-Z][a-z]{2,5}( the)?"
 
 
-@pytest.mark.parametrize("how", [(), ("--temperature=0",), ("--top_p=0.7", "--top_k=none")])
-def test_a_stream_is_the_same_text(how, trained):
-    words = of(trained, "--num_samples=2", "--start=Ann", *how)
-    assert text_of(*words) == text_of(*words, "--stream=True")
+@pytest.mark.parametrize("words, how", [
+    ([], {}), (["--temperature=0"], {"temperature": 0}),
+    (["--top_p=0.7", "--top_k=none"], {"top_p": 0.7, "top_k": None}),
+    (["--stop= t", "--stop=\n"], {"stop": [" t", "\n"]}), ([f"--regex={REGEX}"], {"regex": REGEX}),
+], ids=str)
+def test_the_texts_are_the_engines_in_the_order_of_their_prompts(words, how, trained, tmp_path):
+    prompts = [p for p in ("Ann", "The king ", "m") for _ in range(2)]
+    want = by_engine(trained, prompts, **how)
+    assert len({*want}) > 2 and ("stop" not in how or len({*map(len, want)}) > 3)
+    (tmp_path / "prompts").write_text("Ann\n\nThe king \nm\n")
+    argv = of(trained, f"--prompts={tmp_path / 'prompts'}", "--num_samples=2", *words)
+    for out in ([], ["--stream=True"], ["--kv_cache=paged", "--batch_size=3"], ["--batch_size=1"]):
+        assert text_of(*argv, *out) == want
+    for kv in ("dynamic", "paged"):
+        rows = rows_of(tmp_path / "o", *argv, f"--kv_cache={kv}")
+        assert [row["prompt"] + row["text"] for row in rows] == want
+        assert [(row["prompt"], row["seed"]) for row in rows] == [*zip(prompts, range(1337, 1343))]
+        for row in rows:
+            short = "regex" in how or len(row["text"]) < 40
+            assert row["finish"] == ("stop" if short else "length")
+            assert row["tokens"] >= len(row["text"])
+            assert "regex" not in how or re.fullmatch(REGEX, row["text"])
+
+
+def test_seeds_repeat_and_wrap(trained):
+    last = [text_of(*of(trained, f"--seed={s}", n=15))[0] for s in (2**64 - 1, -1, 0, 2**64, 3)]
+    assert last[0] == last[1] != last[2] == last[3] != last[4]
+    assert last[4:] == by_engine(trained, [""], 15, 3)
+    assert len(last[4]) == 16 and last[4].startswith("\n") and set(last[4]) <= set(TEXT)
+    assert text_of(*of(trained, f"--seed={2**64 - 1}", "--num_samples=2", n=15)) == last[:3:2]
 
 
 # --- prompts and answers ---
 
 
-def test_a_prompt_from_a_file(trained, tmp_path, monkeypatch):
+def test_a_prompt_from_a_file(trained, tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
     path = Path("FILES: LIFE.txt")
     want = text_of(*of(trained, "--start=Bob keeps the\nmoon"))
     for content in (b"Bob keeps the\nmoon", b"\xef\xbb\xbfBob keeps the\r\nmoon"):
         path.write_bytes(content)
         assert text_of(*of(trained, f"--start=FILE:{path}")) == want
-    assert len(text_of(*of(trained, f"--prompts={path}", n=3))) == 2
+    path.write_text("\nAnn\n \n\nBob\n")
+    assert len(text_of(*of(trained, f"--prompts={path}", n=1))) == 2
+    assert "3 blank lines" in caplog.text and path.name in caplog.text
     for content, named in ((b"\xff\xfe", str(path)), (b"\n \n", str(path)), ("§".encode(), "§")):
         path.write_bytes(content)
         assert named in refused(*of(trained, f"--prompts={path}"))
@@ -104,12 +127,6 @@ def test_a_prompt_from_a_file(trained, tmp_path, monkeypatch):
 def test_a_name_that_is_too_long_is_one_sentence(trained, option) -> None:
     said = refused(*of(trained, "--start=A", n=1), f"--{option}{'x' * 5000}")
     assert "xxx" in said and "too long" in said and said.count("\n") == 1
-
-
-def test_blank_lines_are_no_prompts(trained, tmp_path, caplog) -> None:
-    (tmp_path / "lines.txt").write_text("\nAnn\n \n\nBob\n")
-    assert len(text_of(*of(trained, f"--prompts={tmp_path / 'lines.txt'}", n=1))) == 2
-    assert "3 blank lines" in caplog.text and "lines.txt" in caplog.text
 
 
 def test_a_vocabulary_with_gaps_and_without_a_newline(tmp_path):
@@ -144,39 +161,6 @@ def test_answers_replace_no_other_file(kind, trained, tmp_path):
         assert path.read_text() == "Ann sees\n"
 
 
-@pytest.mark.parametrize("kv", ["dynamic", "paged"])
-def test_prompts_from_a_file(kv, trained, tmp_path):
-    wanted = ["Ann sees", " The king ", "m", "Bob keeps the moon and"]
-    (path := tmp_path / "prompts").write_text("\n\n".join(wanted) + "\n")
-    words = of(trained, f"--prompts={path}", "--num_samples=2", f"--kv_cache={kv}", n=15)
-    prompts = [w for w in wanted for _ in range(2)]
-    alone = [seeded(trained, n, f"--start={w}") for n, w in enumerate(prompts, 1337)]
-    for size in (1, 3, 8):
-        rows = rows_of(tmp_path / "out.jsonl", f"--batch_size={size}", *words)
-        assert [(row["prompt"], row["seed"]) for row in rows] == [*zip(prompts, range(1337, 1345))]
-        assert all(row["tokens"] == len(row["text"]) == 15 for row in rows)
-        assert {row["finish"] for row in rows} == {"length"}
-        assert [row["prompt"] + row["text"] for row in rows] == alone
-
-
-@pytest.mark.parametrize("how", [(), ("--stream",)])
-def test_texts_are_written_in_the_order_of_their_prompts(how, trained, tmp_path):
-    out = Path(shutil.copytree(trained, tmp_path / "out"))
-    file = checkpoint.folders(out)[-1] / "settings.json"
-    settings = json.loads(file.read_text())
-    tokenizer = settings["tokenizer"]
-    tokenizer["eot"] = tokenizer["vocabulary"].index(" ")
-    file.write_text(json.dumps(settings))
-    words = of(out, "--start=Ann", "--start=The king", "--num_samples=4", *how)
-    texts = text_of(*words)
-    assert len({len(t) for t in texts}) > 2
-    for size in (1, 3):
-        assert text_of(*words, "--kv_cache=paged", f"--batch_size={size}") == texts
-    rows = rows_of(tmp_path / "o", *words[:-1], "--num_samples=4", "--kv_cache=paged")
-    assert [row["prompt"] + row["text"] for row in rows] == texts
-    assert {row["finish"] for row in rows if row["tokens"] < 40} == {"stop"}
-
-
 @pytest.mark.parametrize("how, n", [("batch", 4), ("stream", 4), ("stream", 0), ("out", 4)])
 def test_ctrl_c_keeps_what_was_written(how, n, trained, tmp_path, monkeypatch):
     words = ["--device=cpu", *of(trained, "--num_samples=3", "--batch_size=1", n=10)]
@@ -204,35 +188,12 @@ def test_ctrl_c_keeps_what_was_written(how, n, trained, tmp_path, monkeypatch):
         assert shown == before[0] + BAR + before[1][: 1 + n] + BAR
 
 
-@pytest.mark.parametrize("kv", ["dynamic", "paged"])
-def test_a_constrained_text_matches(kv, trained, tmp_path):
-    pattern = "[A-Z][a-z]{2,5}( the)?"
-    words = "--start=Ann ", "--num_samples=4", f"--regex={pattern}", f"--kv_cache={kv}"
-    for row in rows_of(tmp_path / "o", *of(trained, *words)):
-        assert re.fullmatch(pattern, row["text"]) and row["finish"] == "stop", row
-
-
-@pytest.mark.parametrize("how", [("--stream",), ("--kv_cache=paged", "--batch_size=2")])
-def test_a_text_ends_before_a_stop_string(how, trained, tmp_path):
-    words = of(trained, "--num_samples=3", "--start=Ann")
-    free = [text.removeprefix("Ann") for text in text_of(*words)]
-    stops = [free[0][9:12], free[1][5:7]]
-    ends = [min([t.find(s) for s in stops if s in t], default=len(t)) for t in free]
-    assert len({*ends}) > 1
-    given = [*how, *(f"--stop={stop}" for stop in stops)]
-    assert text_of(*words, *given) == ["Ann" + t[:n] for t, n in zip(free, ends)]
-    for row, text, n in zip(rows_of(tmp_path / "o", *words, *given[1:]), free, ends, strict=True):
-        assert row["text"] == text[:n]
-        assert row["finish"] == ("stop" if n < len(text) else "length")
-
-
 # --- which model ---
 
 
 def test_bfloat16_weights(trained):
     config = sample.SampleConfig(out_dir=str(trained), device="cpu", dtype="bfloat16")
-    model, _ = sample.load(config)
-    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in sample.load(config)[0].parameters()} == {torch.bfloat16}
     (text,) = text_of(*of(trained, "--dtype=bfloat16", "--kv_cache=static"))
     assert len(text) == 41
 
@@ -298,24 +259,18 @@ def test_a_dataset_names_the_tokenizer_of_a_model_without_one(trained, tmp_path)
     path = nanogpt_file(tmp_path / "ckpt.pt", checkpoint.load(checkpoint.latest(trained)).model())
     words = [f"--init_from={path}", "--start=Ann", "--max_new_tokens=15", "--seed=3"]
     assert "--dataset" in refused(*words) and str(tmp_path / "gone") in refused(*words, gone)
-    want = seeded(trained, 3, "--start=Ann")
-    assert text_of(*words, f"--dataset={folder}") == [want]
-    assert seeded(trained, 3, "--start=Ann", gone) == want  # it has its own
+    want = by_engine(trained, ["Ann"], 15, 3)
+    assert text_of(*words, f"--dataset={folder}") == want
+    own = of(trained, "--start=Ann", "--seed=3", gone, n=15)  # it has its own
+    assert text_of(*own) == want
 
 
-def test_three_lines_of_python_are_the_command(trained, tmp_path):
-    model, tokenizer = inference.load(str(trained), device="cpu")
-    assert model.tokenizer is tokenizer and not model.training
-    how = {"temperature": 0.8, "top_k": 200}
-    seeds = [torch.Generator().manual_seed(seed) for seed in (1337, 1338)]
-    texts = engine.generate(model, ["Ann", "The king"], 40, generator=seeds, **how)
-    assert texts == text_of(*of(trained, "--start=Ann", "--start=The king"))
-    step, seed = checkpoint.folders(trained)[0], torch.Generator().manual_seed(3)
-    text = seeded(trained, 3, f"--init_from={step}")
-    one, _ = inference.load(step, device="cpu")
-    assert engine.generate(one, "\n", 15, generator=seed, **how) == text
+def test_a_step_and_an_export_are_loaded_alike(trained, tmp_path):
+    step = checkpoint.folders(trained)[0]
+    want = text_of(*of(trained, "--seed=3", f"--init_from={step}", n=15))
+    assert by_engine(step, [""], 15, 3) == want
+    one, tokenizer = inference.load(step, device="cpu")
     checkpoint.save_hf(one, tmp_path)
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer.to_json()))
     (tmp_path / "tokenizer_config.json").write_text("{}")
-    model, _ = inference.load(tmp_path, device="cpu", attention_backend="manual")
-    assert engine.generate(model, "\n", 15, generator=seed.manual_seed(3), **how) == text
+    assert by_engine(tmp_path, ["\n"], 15, 3) == want
