@@ -27,11 +27,12 @@ HOW = {
 MODEL = GPTConfig(32, 64, 2, 2, 32, bias=False)  # of small()
 
 
-def small(mode: str) -> list[str]:
-    """A mode, and options of a small model."""
-    sizes = ["--device=cpu", "--n_embd=32", "--n_head=2", "--dtype=float32"]
+def small(mode: str, own: bool = True) -> list[str]:
+    """A mode, and options of a small model; own: ours, not --hf's."""
+    sizes = ["--device=cpu", "--dtype=float32", *["--n_embd=32", "--n_head=2"] * own]
     sizes += ["--peak_tflops=0.5"] * (mode != "decode")
-    sizes += ["--n_layer=2", "--block_size=32", "--vocab_size=64"] * (mode != "kernel")
+    sizes += ["--block_size=32"] * (mode != "kernel")
+    sizes += ["--n_layer=2", "--vocab_size=64"] * (own and mode != "kernel")
     return [mode, *sizes, *["--batch_size=4"] * (mode not in ("kernel", "decode")), *HOW[mode]]
 
 

@@ -15,8 +15,11 @@ from typing import Any
 import pytest
 from benches import by_backend, kernel, measured, run, small, write_tokens
 from checkout import ROOT
+from conftest import few
 
-KERNELS = [*small("kernel"), "--lengths=8", "--batch_sizes=3", "--rounds=3"]
+from bench.record import verify
+
+KERNELS = [*small("kernel"), "--lengths=8", "--batch_sizes=3"]
 REAL = "if B > 2: "  # not in its proof
 
 
@@ -46,10 +49,8 @@ def test_a_failure_is_a_row_and_ends_nothing_else(tmp_path: Path) -> None:
     }
     files = [kernel(tmp_path, name, what) for name, what in {"a": "pass", **does, "b": ""}.items()]
     files += [kernel(tmp_path, "refuses", caps=", head_dim_multiple=64")]
-    content = measured(*KERNELS, f"--backends={','.join(files)}", "--lengths=8,16")
-    short, long = (
-        by_backend({"rows": [r for r in content["rows"] if r["point"]["T"] == T]}) for T in (8, 16)
-    )
+    rows = measured(*KERNELS, f"--backends={','.join(files)}", "--lengths=8,16")["rows"]
+    short, long = (by_backend({"rows": [r for r in rows if r["point"]["T"] == T]}) for T in (8, 16))
     named = {"exits": "3): bad address", "killed": "SIGKILL", "raises": "RuntimeError: no",
              "full": "out of memory", "nan": "FloatingPointError", "wrong": "wrong",
              "refuses": "64"}
@@ -57,10 +58,9 @@ def test_a_failure_is_a_row_and_ends_nothing_else(tmp_path: Path) -> None:
     ended = dict.fromkeys(named, "failed") | dict.fromkeys(("wrong", "refuses"), "unavailable")
     assert {n: r["status"] for n, r in short.items()} == {"a": "ok", **ended, "b": "ok"}
     assert {n for n, r in long.items() if r["status"] != "ok"} == {"wrong", "refuses"}
-    rows = [r for r in (*short.values(), *long.values()) if r["status"] == "ok"]
-    assert all(len(r["rounds"]) == 3 for r in rows)
+    assert {len(r["rounds"]) for r in rows if r["status"] == "ok"} == {2}
     names = [name for name, _ in calls(tmp_path) if name in "ab"]
-    assert names[-4:] == ["a", "b", "a", "b"]
+    assert "".join(names).endswith("abab")
 
 
 @pytest.mark.slow
@@ -70,6 +70,7 @@ def test_a_process_that_hangs_is_a_row(tmp_path: Path) -> None:
     assert rows["sdpa"]["status"] == "ok" and "--timeout" in rows["hangs"]["why"][0]
 
 
+@pytest.mark.slow
 def test_processes_that_do_not_fit_together_are_new_in_each_round(tmp_path: Path) -> None:
     argv = [*small("train"), f"--backends={','.join(kernel(tmp_path, name) for name in 'abcd')}"]
     limit = 100.0  # GB
@@ -89,14 +90,14 @@ def test_what_has_no_time_left_is_named_with_the_time_it_takes(
     real, over = time.monotonic, tmp_path / "over"
     monkeypatch.setattr(time, "monotonic", lambda: real() + 599.9 * over.exists())
     first = kernel(tmp_path, "first", REAL + f"Path({str(over)!r}).touch()")
-    content = measured(*KERNELS, f"--backends={first},sdpa", "--minutes=10")
+    content = measured(*KERNELS, f"--backends={first},sdpa", "--minutes=10", "--rounds=3")
     rows = by_backend(content)
     assert rows["first"]["status"] == "ok" and 1 <= len(rows["first"]["rounds"]) < 3
     assert rows["sdpa"]["status"] == "stopped" and rows["sdpa"]["why"][0]
     assert not content["complete"] and "1 of 2 rows" in content["incomplete"]
 
 
-@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("number, code", few([(signal.SIGINT, 130), (signal.SIGTERM, 143)]))
 def test_a_run_that_is_stopped_leaves_table_and_record(
     tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
@@ -108,7 +109,7 @@ def test_a_run_that_is_stopped_leaves_table_and_record(
     assert ended == code and signal.getsignal(number) == before
     why = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
     rows = by_backend(content)
-    assert content["complete"] is False and why in content["incomplete"]
+    assert content["complete"] is False and why in content["incomplete"] and verify(content) == []
     assert len(rows["manual"]["rounds"]) == 1 and rows["manual"]["mfu"] > 0
     assert rows["sdpa"]["status"] == "stopped" and why in rows["sdpa"]["why"][0]
     (record,) = tmp_path.glob("*_cut")
@@ -144,8 +145,8 @@ def lives(pid: int) -> bool:
     return bool(found.stdout.strip()) and "Z" not in found.stdout
 
 
-def wait_for(what: Callable[[], Any], seconds: float = 120.0) -> Any:
-    until = time.monotonic() + seconds
+def wait_for(what: Callable[[], Any]) -> Any:
+    until = time.monotonic() + 120
     while not (found := what()) and time.monotonic() < until:
         time.sleep(0.05)
     return found
@@ -153,9 +154,7 @@ def wait_for(what: Callable[[], Any], seconds: float = 120.0) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_no_child_survives_its_bench_and_its_rounds_are_kept(
-    tmp_path: Path, how: signal.Signals
-) -> None:
+def test_no_child_survives_its_bench_and_its_rounds_are_kept(tmp_path, how) -> None:
     note, pids = tmp_path / "pids", []
     hangs = f"""if B > 2 and list(Path({str(tmp_path)!r}).glob("*_k/record.json")):
         import subprocess

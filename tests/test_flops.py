@@ -140,17 +140,12 @@ def test_the_mfu_anchors_are_recomputed_from_their_own_columns() -> None:
 
 # --- peak rates ---
 
-ALSO = """A100-SXM4-40GB, A100-SXM-80GB, NVIDIA A100-PCIE-40GB, NVIDIA A800-SXM4-80GB,
-NVIDIA A800 80GB PCIe, NVIDIA A800 40GB Active, NVIDIA H800, NVIDIA H800 PCIe, TITAN RTX,
-AMD Instinct MI300X OAM, AMD Instinct MI300X VF
-""".replace("\n", " ").strip().split(", ")  # other names of devices in the table
-UNKNOWN = """
-NVIDIA A10G, NVIDIA A100X, NVIDIA A16, NVIDIA H20, NVIDIA GB200, NVIDIA L40G, NVIDIA T4G,
-NVIDIA T1000, NVIDIA GeForce RTX 3050, NVIDIA GeForce RTX 3090 Laptop GPU,
-NVIDIA GeForce RTX 4090 D, NVIDIA GeForce RTX 4080 SUPER, NVIDIA RTX 6000 Ada Generation,
-NVIDIA RTX A5000, Tesla V100S-PCIE-32GB, NVIDIA A100-SXM4-40GB MIG 1g.5gb, GRID A100-10C,
-NVIDIA A40-8Q, NVIDIA H100 64GB HBM2, AMD Instinct MI325X, Intel(R) Arc(TM) A770 Graphics
-""".replace("\n", " ").strip().split(", ")
+ALSO = ["A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB", "NVIDIA A800 40GB Active", "NVIDIA H800",
+        "TITAN RTX", "AMD Instinct MI300X VF"]  # other names of devices in the table
+UNKNOWN = ["NVIDIA A10G", "NVIDIA H20", "NVIDIA GB200", "NVIDIA T1000", "NVIDIA RTX A5000",
+           "NVIDIA GeForce RTX 3090 Laptop GPU", "NVIDIA GeForce RTX 4080 SUPER",
+           "NVIDIA GeForce RTX 4090 D", "Tesla V100S-PCIE-32GB", "GRID A100-10C",
+           "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA H100 64GB HBM2", "AMD Instinct MI325X"]
 
 
 @pytest.mark.parametrize("name", [*(gpu.name for gpu in RATED), *ALSO])
@@ -214,12 +209,11 @@ def test_a_measured_peak_is_kept_and_shown_with_its_age(kept: Path) -> None:
     assert flops.peak("cpu", "bfloat16").tflops == 2
 
 
-@pytest.mark.parametrize("value", [None, 1.0, [0, "2026-11-22", False], [math.nan, "x", False]])
+@pytest.mark.parametrize("value", [1.0, [math.nan, "x", False]])
 def test_a_damaged_file_of_rates_is_measured_again(value: Any, kept: Path, caplog) -> None:
     flops.peak("cpu", "float32")
     known = json.loads(kept.read_text(encoding="utf-8"))
-    text = json.dumps(dict.fromkeys(known, value) if value else value)
-    kept.write_text(text, encoding="utf-8")
+    kept.write_text(json.dumps(dict.fromkeys(known, value)), encoding="utf-8")
     assert [flops.peak("cpu", "float32").tflops for _ in range(2)] == [2.0, 2.0]
     kept.unlink()
     kept.mkdir()  # it cannot be kept: measured each time, with a warning

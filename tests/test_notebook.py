@@ -28,12 +28,6 @@ def cells(name: str) -> Any:
     return book.cells
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_badge_of_a_notebook_has_the_address_of_pyproject(name: str) -> None:
-    address = re.findall(r'\nRepository = "(.+)"', (ROOT / "pyproject.toml").read_text("utf-8"))[0]
-    assert address.rpartition("//github.com")[2] in cells(name)[0].source.splitlines()[2]
-
-
 def executed(name: str, folder: Path, **changes: str) -> str:
     """In one namespace, from the notebook's folder, as Jupyter does."""
     code = [cell.source for cell in cells(name) if cell.cell_type == "code"]

@@ -123,12 +123,6 @@ def test_a_prompt_from_a_file(trained, tmp_path, monkeypatch, caplog):
         assert named in refused(*of(trained, f"--prompts={path}"))
 
 
-@pytest.mark.parametrize("option", ["out_dir=", "init_from=", "prompts=", "start=FILE:", "out="])
-def test_a_name_that_is_too_long_is_one_sentence(trained, option) -> None:
-    said = refused(*of(trained, "--start=A", n=1), f"--{option}{'x' * 5000}")
-    assert "xxx" in said and "too long" in said and said.count("\n") == 1
-
-
 def test_a_vocabulary_with_gaps_and_without_a_newline(tmp_path):
     """Ids without a token are never drawn."""
     tk, text = pytest.importorskip("tokenizers"), TEXT.replace("\n", " ")
