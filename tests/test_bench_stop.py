@@ -58,7 +58,7 @@ def test_a_failure_is_a_row_and_ends_nothing_else(tmp_path: Path) -> None:
     ended = dict.fromkeys(named, "failed") | dict.fromkeys(("wrong", "refuses"), "unavailable")
     assert {n: r["status"] for n, r in short.items()} == {"a": "ok", **ended, "b": "ok"}
     assert {n for n, r in long.items() if r["status"] != "ok"} == {"wrong", "refuses"}
-    assert {len(r["rounds"]) for r in rows if r["status"] == "ok"} == {2}
+    assert all(len(r["rounds"]) > 1 for r in rows if r["status"] == "ok")
     names = [name for name, _ in calls(tmp_path) if name in "ab"]
     assert "".join(names).endswith("abab")
 
