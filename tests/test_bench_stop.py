@@ -169,7 +169,7 @@ def test_no_child_survives_its_bench_and_its_rounds_are_kept(tmp_path, how) -> N
         pids = [int(pid) for pid in note.read_text(encoding="utf-8").split()]
         assert all(lives(pid) for pid in pids)
         os.killpg(parent.pid, how)
-        parent.communicate(timeout=30)
+        assert "Traceback" not in parent.communicate(timeout=30)[1]
         assert wait_for(lambda: not any(lives(pid) for pid in pids))
     finally:
         parent.kill()
@@ -178,13 +178,3 @@ def test_no_child_survives_its_bench_and_its_rounds_are_kept(tmp_path, how) -> N
     (record,) = tmp_path.glob("*_k/record.json")
     content = json.loads(record.read_text(encoding="utf-8"))
     assert content["complete"] is False and len(content["rows"][0]["rounds"]) == 1
-
-
-@pytest.mark.slow
-def test_ctrl_c_while_the_first_process_starts_is_one_line() -> None:
-    with command(*small("train"), "--backends=sdpa") as bench:
-        assert bench.stderr and next(line for line in bench.stderr if "vocabulary" in line)
-        time.sleep(2)
-        os.killpg(bench.pid, signal.SIGINT)
-        assert "Traceback" not in bench.stderr.read()
-    assert bench.returncode == 130
