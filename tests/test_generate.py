@@ -187,6 +187,8 @@ def test_every_cache_draws_what_a_loop_over_the_text_draws(setting) -> None:
         return {k: v for k, v in how.items() if k != "prompts"}
 
     want = by_hand(model, prompts, n, **given())
+    ids = {*range(options.get("vocab_size", 37))} - {*options.get("unused", ())}
+    assert ids >= {token for row in want for token in row}
     for kv in KV_CACHES:
         pages = {"page_size": 4} if kv == "paged" else {}
         texts = engine.generate(model, prompts, n, kv_cache=kv, **pages, **given())
