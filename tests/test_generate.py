@@ -386,13 +386,18 @@ def cut(ids: list[int], stops: list[str]) -> tuple[str, int]:
     return text, len(ids)
 
 
-@settings(max_examples=12, deadline=None)
-@given(st.lists(st.text("ab\né .", min_size=1, max_size=4), min_size=1, max_size=3),
-       st.sampled_from(KV_CACHES))
-def test_a_text_ends_before_a_stop_string(stops, kv) -> None:
+cuts = st.tuples(st.integers(0, 2), st.integers(0, 40), st.integers(1, 5))
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(cuts, min_size=1, max_size=3), st.sampled_from(KV_CACHES))
+def test_a_text_ends_before_a_stop_string(cuts, kv) -> None:
+    """Parts of the texts, wherever their tokens end, and one that no text has."""
     model, prompts, ids = talker(), ["ab", "b\n", "a"], [[0, 1], [1, 5], [0]]
     how = {"kv_cache": kv, "max_new_tokens": 30}
     free = engine.generate(model, ids, **how, **seeded(3))
+    whole = ["".join(PIECES[i] for i in t[len(p) :]) for t, p in zip(free, ids)]
+    stops = ["é..é", *filter(None, (whole[row][at : at + n] for row, at, n in cuts))]
     want = [cut(t[len(p) :].tolist(), stops) for t, p in zip(free, ids)]
     texts = engine.generate(model, prompts, **how, **seeded(3), stop=stops)
     assert texts == [p + text for p, (text, _) in zip(prompts, want)]

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from inference.sampling import Options, SamplingParams, sample_token
+from inference.sampling import Options, SamplingParams, sample_token, uniform
 
 LAST = 1 - 2.0**-53  # the largest number below 1
 
@@ -27,6 +27,17 @@ def draws(logits: Tensor, n: int = 40_000, **sampling: Any) -> Tensor:
     drawn = pick(logits.expand(n, -1), u, **sampling)
     assert drawn.shape == (n,) and drawn.dtype == torch.int64
     return torch.bincount(drawn, minlength=logits.shape[-1]) / n
+
+
+def test_the_numbers_of_a_seed_go_on_without_repeating() -> None:
+    """A longer text begins like a shorter one."""
+    def numbers(n: int) -> list[float]:
+        generator = torch.Generator().manual_seed(1)
+        return [float(u) for u in itertools.islice(uniform(torch.device("cpu"), generator), n)]
+
+    found = numbers(300)
+    assert len({*found}) == 300 and found[:9] == numbers(9)
+    assert 0 <= min(found) < 0.02 < 0.98 < max(found) < 1
 
 
 P = [0.4, 0.3, 0.15, 0.1, 0.05]
