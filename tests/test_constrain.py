@@ -73,6 +73,7 @@ def all_texts(automaton: Automaton, vocabulary: Vocabulary, left: int) -> set[tu
     ended, going = set(), [((), automaton.start([0], [left]))]
     while going:
         text, state = going.pop()
+        assert len(text) < left
         allowed = automaton(torch.zeros(1, len(vocabulary.tokens)), state)[0] > -torch.inf
         assert allowed.any()
         for token in allowed.nonzero()[:, 0].tolist():
