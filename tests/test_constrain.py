@@ -17,7 +17,7 @@ import pytest
 import torch
 from checkout import ROOT
 from conftest import few
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_generate import (  # noqa: F401 (a fixture)
     ENDS,
@@ -86,6 +86,7 @@ def all_texts(automaton: Automaton, vocabulary: Vocabulary, left: int) -> set[tu
 
 
 @settings(max_examples=20, deadline=None)
+@example("(?:a|baa)", {b"a", b"b"}, 2, 1)  # no match of "b" is short enough
 @given(patterns, st.sets(st.sampled_from([*PARTS, b"a", b"b"]), min_size=1, max_size=4),
        st.integers(1, 4), st.integers(0, 2))
 def test_the_texts_are_those_that_python_matches(pattern, parts, left, n_ends) -> None:
