@@ -165,7 +165,7 @@ def test_no_child_survives_its_bench_and_its_rounds_are_kept(tmp_path, how) -> N
     parent = command(*KERNELS, f"--backends={kernel(tmp_path, 'a', hangs)}", "--record=k",
                      f"--records_dir={tmp_path}")
     try:
-        assert wait_for(note.exists), "the worker did not start"
+        assert wait_for(note.exists)
         pids = [int(pid) for pid in note.read_text(encoding="utf-8").split()]
         assert all(lives(pid) for pid in pids)
         os.killpg(parent.pid, how)
