@@ -3,14 +3,16 @@ Spec, and random cases."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor, device, dtype
 
-from attention import Spec, proof
+from attention import BACKENDS, Spec, proof
 from attention.check.matrix import Case, agree
+from attention.masks import filled_cache
 from attention.proof import Inputs, Result
 
 Sides = st.none() | st.integers(0, 40)
@@ -34,10 +36,14 @@ def formula(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | N
     if segments is not None:
         own = segments[..., at[:, 0].clamp(min=0), None]
         seen = (seen & (at >= 0) & (own == segments[..., None, :]))[..., None, :, :]
-    weights = s.exp() * seen
-    total = weights.sum(-1) + (0 if sinks is None else sinks.exp()[:, None])
-    share = weights / torch.where(total == 0, 1, total)[..., None]
-    return torch.einsum("...hij,...jhd->...ihd", share, v), total.detach().log()
+    s = s.masked_fill(~seen, -math.inf)
+    sink = torch.full_like(s[..., :1], -math.inf)
+    sink = sink if sinks is None else sinks[:, None, None].expand_as(sink)
+    most = torch.cat((s, sink), dim=-1).amax(-1, keepdim=True).clamp(min=-1e30).detach()
+    weights = (s - most).exp()
+    total = weights.sum(-1, keepdim=True) + (sink - most).exp()
+    out = torch.einsum("...hij,...jhd->...ihd", weights / torch.where(total == 0, 1, total), v)
+    return out, (total.log() + most).squeeze(-1).detach()
 
 
 def _call(of: Any, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, options: Any) -> Result:
@@ -65,6 +71,41 @@ def right(out: Tensor, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
     """Raise AssertionError unless `out` is within the tolerance of the truth."""
     rough, exact = (f(q, k, v, torch.ones_like(q), **options) for f in (plain, attention))
     check(Result(out), rough, exact, q.dtype)
+
+
+COUNTS = st.integers(0, 31).map(lambda n: n if n < 31 else 300)  # 300: blocks, pages of 256
+
+
+@st.composite
+def views(draw: Any, ended: bool = False) -> tuple[list[tuple[int, int]], int]:
+    """(start, count) of three rows and the slots of a cache, which may be full; `ended`: or shorter
+    than a row that is no longer read."""
+    rows = draw(st.lists(st.tuples(st.integers(0, 30), COUNTS), min_size=3, max_size=3))
+    slots = draw(st.sampled_from([336, max(1, *(a + n for a, n in rows))]))
+    if ended and draw(st.booleans()):
+        rows = [(rows[0][0], 1), (slots + 8, 1), (0, 1)]
+    return rows, slots
+
+
+def check_view(name: str, spec: Spec, rows: list[tuple[int, int]], slots: int,
+               device: str = "cpu", **scores: Tensor) -> None:
+    """Row b has `start` tokens and `count` new ones among the queries; other slots are loud."""
+    start, count = zip(*rows)
+    lengths = max(1, *count), slots, slots
+    q, k, v = (torch.randn(3, T, H, spec.head_dim).to(device, getattr(torch, spec.dtype))
+               for T, H in zip(lengths, (spec.n_head, spec.n_kv_head, spec.n_kv_head)))
+    for b, (a, n) in enumerate(rows):
+        k[b, a + n :], v[b, a + n :] = 9, 99
+    k_held, v_held, view = filled_cache(k, v, spec)
+    with torch.no_grad():
+        out = BACKENDS[name].attend(q, k_held, v_held, spec, cache=view(start, count), **scores)
+    assert out.shape == q.shape and out.isfinite().all()
+    options = {n: getattr(spec, n) for n in ("window", "right", "scale", "softcap")}
+    for b, (a, n) in enumerate(rows):
+        if n and a + n <= slots:  # else nothing is real
+            own = {n: t if t.dim() == 1 else t[b] for n, t in scores.items()}
+            new = (t[b : b + 1] for t in (out[:, :n], q[:, :n], k[:, : a + n], v[:, : a + n]))
+            right(*new, **options, **own)
 
 
 @st.composite
