@@ -199,7 +199,7 @@ def test_any_call(name: str) -> None:
         if dense or layout == "tokens":
             q, k, v = shaped
             close(call("kvpacked_func", q, torch.stack((k, v), heads_at)), out.double())
-            if n_q == n_k and H == Hkv:
+            if n_q == n_k and Hkv == H:
                 packed = torch.stack((q, k, v), heads_at)
                 close(call("qkvpacked_func", packed, ends=ends[::2]), out.double())
 
