@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,16 @@ class Recorder:
         if not torch.compiler.is_compiling():
             self.shapes.append((q.shape[0], q.shape[1], k.shape[1], q.shape[2]))
         return manual.attend(q, k, v, spec, **options)
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 class Largest(TorchDispatchMode):

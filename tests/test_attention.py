@@ -21,13 +21,12 @@ import oracle
 import pytest
 import torch
 from hypothesis import given, settings
-from torch import Tensor
 
 from attention import BACKENDS, BackendUnavailable, Machine, Policy, Spec, probe, resolve, visible
 from attention.check import matrix
 from attention.check.command import fitted, items, judge
 from attention.check.matrix import CASES, Case, Item
-from attention.proof import Inputs, truth
+from attention.proof import truth
 from attention.spec import DTYPES
 
 STRICT = Policy(fallback=False)
@@ -209,39 +208,21 @@ def test_visible_against_a_table_by_hand() -> None:
     assert visible(i, j, 2, 2).tolist() == [[c == "x" for c in r] for r in table(3, 5, window=2)]
 
 
-def formula(given: Inputs, spec: Spec, rows: list[int]) -> list[Tensor]:
-    """`out` of `rows` and gradients of q, k, v and sinks: spec.py's formula, a head and a query at
-    a time."""
-    leaves = [t.clone().requires_grad_() for t in (*given[:3], given.sinks) if t is not None]
-    (q, k, v), found = leaves[:3], []
-    for b, i, h in itertools.product(range(len(q)), rows, range(spec.n_head)):
-        at, g = i + k.shape[1] - q.shape[1], h // (spec.n_head // spec.n_kv_head)
-        ids = [None] * k.shape[1] if given.segments is None else given.segments[b].tolist()
-        keys = [j for j, id_ in enumerate(ids) if (id_ is None or at >= 0) and visible(
-            i, j, at - i, spec.window, ids[max(at, 0)], id_, spec.right)]
-        scores = k[b, keys, g] @ q[b, i, h] * spec.softmax_scale
-        if spec.softcap:
-            scores = spec.softcap * torch.tanh(scores / spec.softcap)
-        if given.alibi_slopes is not None:
-            slope = given.alibi_slopes.expand(len(q), -1)[b, h].double()
-            scores = scores - slope * torch.tensor([abs(at - j) for j in keys]).double()
-        if given.sinks is not None:
-            scores = torch.cat([scores, leaves[3][h : h + 1]])
-        found.append(scores.softmax(0)[: len(keys)] @ v[b, keys, g])
-    out = torch.stack(found).view(len(q), len(rows), *q.shape[2:])
-    return [out.detach(), *torch.autograd.grad(out, leaves, given.dout[:, rows])]
-
-
 @settings(max_examples=60, deadline=None)
 @given(oracle.cases(longest=9))
 def test_the_truth_and_plain_pytorch_are_the_formula(case: Case) -> None:
     """Plain PyTorch's error sets the tolerance."""
-    inputs, spec = matrix.inputs(case, "float64"), case.spec("float64")
-    every, some = list(range(case.Tq)), list(range(0, case.Tq, 2))
-    exact = matrix.truth(case, "float64")
-    few = truth(inputs, spec, torch.tensor(some))
-    for found, rows in ((exact, every), (matrix.plain(case, "float64"), every), (few, some)):
-        for (name, t), want in zip(found.tensors.items(), formula(inputs, spec, rows), strict=True):
+    given, spec = matrix.inputs(case, "float64"), case.spec("float64")
+    leaves = {n: t.clone().requires_grad_() for n, t in given._asdict().items()
+              if n in ("q", "k", "v", "sinks") and t is not None}
+    whole = given._replace(**leaves)
+    out, _ = oracle.formula(*whole[:3], spec, **whole.options)
+    every, some = torch.arange(case.Tq), torch.arange(0, case.Tq, 2)
+    exact, plain = (of(case, "float64") for of in (matrix.truth, matrix.plain))
+    for found, rows in ((exact, every), (plain, every), (truth(given, spec, some), some)):
+        grads = torch.autograd.grad(
+            out[:, rows], [*leaves.values()], given.dout[:, rows], retain_graph=True)
+        for (name, t), want in zip(found.tensors.items(), (out[:, rows], *grads), strict=True):
             want = want[:, rows] if name == "dq" else want
             torch.testing.assert_close(t, want, rtol=1e-9, atol=1e-9)
 
