@@ -63,6 +63,8 @@ BUGS: dict[str, tuple[str, ...]] = {
     "not rescaled to the new maximum": (
         "            out = out * rescale.transpose(1, 2)\n", "", "causal", "rescaled"),
     "a finite first maximum": ("torch.finfo(dtype).min)", "-65504)", "unusual scores"),
+    "no maximum": ("torch.maximum(m, s.amax(dim=-1, keepdim=True))", "0 * m", "large scores"),
+    "scores cut off": ("(seen, s,", "(seen, s.clamp(max=30),", "large scores"),
     "no dK": ("dK.to(k.dtype), dV", "0 * dK.to(k.dtype), dV", "causal", "gradient of k"),
     "dS without the sum": ("(dp - rest) *", "dp *", "causal", "rowsum"),
     "gradient assumed dense": (
