@@ -228,12 +228,6 @@ def test_a_leak_within_the_tolerance_is_found(tmp_path: Path, capsys) -> None:
         assert ask(capsys, *words)[0] == code, name
 
 
-def test_a_kernel_that_exits_fails(tmp_path: Path, capsys) -> None:
-    path = wrapped(tmp_path, "dtypes=('float32',)", "import sys; sys.exit(0)")
-    code, said = ask(capsys, path, "--quick", "--first", "--device=cpu")
-    assert code == 1 and "SystemExit" in said
-
-
 def test_the_warning_of_a_rejected_file_names_the_command(tmp_path: Path) -> None:
     path = wrapped(tmp_path, "dtypes=('float32',)", "v = 2 * v")
     chosen = select(str(path), Spec(2, 2, 16, "float32"), "cpu")

@@ -323,19 +323,6 @@ def test_flash_attn_2_and_4_side_by_side(order, tmp_path, monkeypatch) -> None:
     import_version.cache_clear()
 
 
-@pytest.mark.parametrize("generation, capability, grad, runs", [
-    (3, (8, 0), True, True), (3, (8, 6), True, False), (3, (9, 0), True, True),
-    (4, (8, 6), False, True), (4, (8, 6), True, False), (4, (12, 0), True, True),
-    (4, (11, 0), True, True), (4, (7, 5), False, False)])
-def test_the_gpus_of_prebuilt_3_and_of_4(generation, capability, grad, runs) -> None:
-    """flash-attn3/build.toml of kernels-community; flash_attn/cute/interface.py of 4.0.0b27."""
-    here = {"kernels": "0.14", "flash_attn.cute": "4.0.0b27"}
-    there = replace(H100, capability=capability, packages=here)
-    spec = replace(BF16, grad=grad)
-    _, why = admit(f"flash_attn_{generation}", spec, there, Policy(hub_kernels=True))
-    assert (not why) == runs, why
-
-
 # --- the real packages ---
 
 

@@ -69,8 +69,6 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir(), info.mkdir(), (tmp_path / "data").mkdir()
     for path in (tmp_path / "mine.py", folder / "mine.py"):
         path.write_text(KERNEL.format(caps=""))
-    (tmp_path / "needs.py").write_text(KERNEL.format(
-        caps="dropout=False, packages=('no_such_package',)"))
     (folder / "named_sdpa.py").write_text(KERNEL.format(caps="").replace('"mine"', '"sdpa"'))
     (info / "METADATA").write_text("Metadata-Version: 2.4\nName: offered-kernels\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(ENTRY)
@@ -93,17 +91,6 @@ def test_a_kernel_runs_once_a_process_when_it_is_used(name, package, capsys) -> 
     assert {id(get(other)) for other in others} == {id(chosen.backend)}
     ran = capsys.readouterr().out
     assert ran == "it ran\n" or (ran == "" and name != "mine.py")
-
-
-def test_a_kernel_file_goes_through_caps_and_fallback(package) -> None:
-    spec = Spec(2, 2, 16, "float32", dropout=0.1)
-    chosen = select("needs.py", spec, "cpu")
-    assert chosen.backend.name == "sdpa" and chosen.requested == "needs.py"
-    for why, word in zip(chosen.rejected["mine"], ("no_such_package", "dropout"), strict=True):
-        assert word in why
-    assert "no_such_package" in attention.packages("needs.py")
-    with pytest.raises(BackendUnavailable, match="mine"):
-        select("needs.py", spec, "cpu", Policy(fallback=False))
 
 
 OWN = KERNEL.format(caps="")

@@ -11,7 +11,6 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -99,19 +98,6 @@ def test_offsets_beyond_32_bits() -> None:
         assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
 
 
-# --- dropout ---
-
-
-def revealed(spec: Spec, B: int, seed: int) -> Tensor:
-    """M, (B, T, H, T) bool: with q = k = 0 and v the identity, out is M / (1 - p) / (i + 1)."""
-    D = spec.head_dim
-    zeros = torch.zeros(B, D, spec.n_head, D, device=DEVICE)
-    eye = torch.eye(D, device=DEVICE)[None, :, None].expand(B, D, spec.n_head, D)
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        return (attend(zeros, zeros, eye, spec) != 0).cpu()
-
-
 def test_what_a_tile_has_past_the_last_query_overflows_nowhere() -> None:
     """ALiBi's scores grow for queries before every key, and slopes below 0."""
     case = Case("steep", 33, 17, right=9, alibi=True, B=1, H=2, Hkv=2, D=16)
@@ -120,20 +106,6 @@ def test_what_a_tile_has_past_the_last_query_overflows_nowhere() -> None:
     found = both_passes([*given], spec, partial(attend, **given.options))
     for got, want in zip(found, truth(given, spec).tensors.values(), strict=True):
         torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.ci
-def test_no_two_sequences_heads_rows_or_seeds_share_a_mask() -> None:
-    spec = Spec(2, 2, 64, "float32", dropout=0.5)
-    mask = torch.cat([revealed(spec, 2, seed) for seed in (1, 2)])  # (4, 64, 2, 64)
-    full = mask[:, 32:, :, :32]  # rows that see at least these 32 keys
-    rows = {tuple(r.tolist()) for r in full.transpose(1, 2).reshape(-1, 32)}
-    assert len(rows) == 4 * 32 * 2  # 256 rows of 32 fair bits: two alike once in 10^5
-    share = full.float().mean(dim=(0, 1, 2))  # of each key: 256 draws, 5 standard deviations
-    assert ((share - 0.5).abs() < 5 * 0.5 / 256**0.5).all()
-    neighbours = (full[..., 1:] == full[..., :-1]).float().mean()
-    assert abs(float(neighbours) - 0.5) < 5 * 0.5 / (256 * 31) ** 0.5
 
 
 @pytest.mark.gpu
@@ -179,13 +151,6 @@ def test_they_run_where_they_fit_else_triton_does(name, monkeypatch) -> None:
         assert resolve(name, spec, H100).backend.name != name
     monkeypatch.setenv("NANOATTN_DISABLE", "triton")
     assert resolve(name, TO_TRAIN, H100).backend.name not in ("triton", name)
-
-
-def test_only_where_they_run_and_to_train_there_is_more_to_time() -> None:
-    few = timed(replace(TO_TRAIN, grad=False), H100)
-    assert {*timed(TO_TRAIN, H100)} - {*few} == {*NAMES} - {"triton:tma"}
-    assert timed(replace(TO_TRAIN, head_dim=80), H100) == few
-    assert timed(TO_TRAIN, Machine("cpu", "cpu")) == few
 
 
 # --- compiled for other GPUs ---
