@@ -7,17 +7,19 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import kernels
 import pytest
 import torch
+from checkout import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 
 from attention import BACKENDS, get, packages, resolve, select
+from attention.__main__ import main
 from attention.caps import Backend, BackendUnavailable, Caps, version
+from attention.machine import gpus
 from attention.spec import Machine, Policy, Spec
 
 STRICT = Policy(fallback=False)
@@ -227,7 +229,7 @@ def test_import_attention_leaves_the_compiler_and_transformers_alone() -> None:
     """torch._dynamo takes a second to import."""
     heavy = "not {'torch._dynamo', 'transformers'} & set(sys.modules)"
     script = f"import sys, attention; attention.hf.names(); assert {heavy}"
-    subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parent.parent, check=True)
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)
 
 
 # --- what a user sees ---
@@ -242,3 +244,84 @@ def test_a_refusal_is_a_warning_once_a_process(tmp_path, monkeypatch, caplog) ->
         said = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
         assert len(said) == n
     assert "mine" in said[0] and "manual" in said[0]
+
+
+# --- python -m attention ---
+
+SMALL = ["--seq_len=16", "--n_head=2", "--head_dim=16", "--device=cpu"]
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    main(words)
+    return capsys.readouterr().out
+
+
+def test_every_backend_is_in_the_table_with_its_time_or_its_reason(capsys, monkeypatch) -> None:
+    few = {n: BACKENDS[n] for n in ("manual", "tiled", "paged", "sdpa_cudnn")}
+    monkeypatch.setattr("attention.__main__.BACKENDS", few)
+    able, unable = said(capsys, *SMALL, "--window=4", "--segments").split("does not run")
+    for name in ("manual", "tiled"):
+        forward, both, error = map(float, able.split(f"\n{name} ")[1].split()[:3])
+        assert 0 < forward < both and error < 1e-5
+    assert "window 4" in able and "segments" in able
+    assert "paged" in unable and "sdpa_cudnn" in unable and "cuda" in unable
+    able, unable = said(capsys, *SMALL, "--kv_cache=paged", "--page_size=16").split("does not run")
+    assert "1 queries" in able and "\npaged  " in able and "manual" in unable
+
+
+@pytest.mark.slow
+def test_one_choice_is_explained_and_a_refusal_is_printed_once() -> None:
+    command = [sys.executable, "-m", "attention", "sdpa", *SMALL, "--softcap=9"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    warning, fallback, info = run.stdout.splitlines()
+    assert not run.stderr and run.stdout.count("softcap") == 1
+    assert warning.startswith("WARNING: sdpa ") and "softcap" in warning
+    assert "'manual'" in fallback and info.startswith("INFO: Attention backend: manual (")
+
+
+def test_another_machine_is_only_described(capsys) -> None:
+    for name, machine, takes in (("auto", "4090", "flash_attn_2"), ("auto", "titan rtx", "sdpa"),
+                                 ("flash_attn_3", "h100", "flash_attn_3")):
+        assert f"INFO: Attention backend: {takes} (" in said(capsys, name, f"--as={machine}")
+
+
+def test_every_backend_on_another_machine(capsys) -> None:
+    out = said(capsys, "--as=NVIDIA A100")
+    assert all(f"\n{name} " in out for name in BACKENDS)
+    assert out.index("\nflash_attn_2 ") < out.index("does not run") < out.index("\nflash_attn_3 ")
+
+
+@pytest.mark.parametrize("words, wrong", [
+    (["nope"], "'nope'"), (["--n_head=0"], "got 0"), (["--window=0"], "got 0"), ([""], "empty"),
+    (["--as=abacus"], "abacus"), (["--as=h100", "--device=cpu"], "--device"), (["--as="], "--as"),
+    (["fastest", "--as=h100"], "fastest"), (["--seq_len=0"], "--seq_len"),
+    (["--page_size=16"], "page_size"), (["--device=cuda:99"], "cuda:99"),
+    (["sdpa", "--kv_cache=paged", "--page_size=0"], "got 0"), (["--device=xpu"], "xpu"),
+    (["--dtype=int8"], "int8"), (["--sinks=maybe"], "maybe"), (["--colour=red"], "--colour"),
+    *((["check", *words.split()], word) for words, word in (
+        ("none.py", "none.py"), ("no_such_backend", "no_such_backend"), ("auto", "auto"),
+        ("manual --dtype=float8", "float8"), ("manual --device=tpu", "tpu"),
+        ("manual --length=-1", "-1"), ("manual --test=none", "none"))),
+])
+def test_a_mistake_is_named_and_ends_with_2(words, wrong, capsys) -> None:
+    with pytest.raises(SystemExit) as e:
+        raise SystemExit(main(words))
+    assert e.value.code == 2 and wrong in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text, name, capability", [
+    ("titan rtx", "NVIDIA TITAN RTX", (7, 5)), ("RTX4090", "NVIDIA GeForce RTX 4090", (8, 9)),
+    ("h100", "NVIDIA H100", (9, 0)), ("B200", "NVIDIA B200", (10, 0)), ("cpu", "cpu", None)])
+def test_a_machine_is_known_by_its_distinctive_part(text, name, capability) -> None:
+    machine = gpus.describe(text, "2.13.0", ["flash_attn"])
+    assert (machine.name, machine.capability) == (name, capability)
+    assert not BACKENDS["manual"].why_not(ANY, machine)
+
+
+@pytest.mark.parametrize("text, named", [
+    ("titan", "NVIDIA TITAN V"), ("rtx", "RTX"), ("foo", "NVIDIA H100"), ("H10", "NVIDIA H100"),
+    ("rtx 4900", "NVIDIA GeForce RTX 4090")])
+def test_an_ambiguous_or_unknown_name_lists_a_few_candidates(text: str, named: str) -> None:
+    with pytest.raises(ValueError, match=repr(text)) as e:
+        gpus.describe(text, "2.13.0", [])
+    assert named in str(e.value) and sum(m.name in str(e.value) for m in gpus.KNOWN) < 12
