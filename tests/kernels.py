@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -72,3 +76,23 @@ class Largest(TorchDispatchMode):
         made = [t.numel() for t in tree_leaves(out) if isinstance(t, Tensor)]
         self.numbers = max([self.numbers, *made])
         return out
+
+
+def hurry(patch: Any) -> None:
+    """A clock at a hundred times its speed: timings take few rounds."""
+    patch.setattr("attention.machine.timing.perf_counter", lambda: 100 * time.perf_counter())
+
+
+def hub_of(patch: Any, make: Callable[[str], Any]) -> list[tuple[str, str | None]]:
+    """The package `kernels`, whose get_kernel() returns make(repository); its calls."""
+    calls, module = list[tuple[str, str | None]](), ModuleType("kernels")
+
+    def get_kernel(repo_id: str, *, revision: str | None = None, version: int | None = None,
+                   trust_remote_code: bool | list[str] = False) -> Any:
+        assert trust_remote_code == [repo_id]
+        calls.append((repo_id, revision))
+        return make(repo_id)
+
+    vars(module).update(get_kernel=get_kernel, __spec__=metadata.__spec__, __version__="0.17.2")
+    patch.setitem(sys.modules, "kernels", module)
+    return calls
