@@ -26,7 +26,7 @@ def formula(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | N
     k, v = (t.repeat_interleave(H // Hkv, dim=-2) for t in (k, v))
     at = torch.arange(Tq)[:, None] + Tk - Tq  # of the queries, among the keys
     ahead = torch.arange(Tk) - at
-    s = torch.einsum("...ihd,...jhd->...hij", q, k) * spec.softmax_scale
+    s = torch.einsum("...ihd,...jhd->...hij", q, k) * (spec.scale or q.shape[-1] ** -0.5)
     s = spec.softcap * torch.tanh(s / spec.softcap) if spec.softcap else s
     if alibi_slopes is not None:
         s = s - alibi_slopes.to(s)[..., None, None] * ahead.abs()
