@@ -172,7 +172,7 @@ def test_padding_on_any_side_and_any_positions_of_it(name: str) -> None:
     changes = OPT if name == "opt" else {}
     own, ours = (build(name, how, **changes) for how in ("eager", "nanoattn:manual"))
 
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=25, deadline=None)
     @given(form=st.sampled_from([*FORMS]), masked=st.booleans(), wide=st.booleans(),
            ends=st.tuples(*[st.tuples(st.integers(0, 19), st.integers(0, 19))] * 2))
     def check(form: str, masked: bool, wide: bool, ends: Any) -> None:
@@ -229,17 +229,6 @@ def test_a_downloaded_config_runs_no_code(tmp_path: Path, capsys) -> None:
                 model = transformers.AutoModel.from_pretrained(tmp_path)
             assert model.config._attn_implementation == "sdpa"
     assert "it ran" not in capsys.readouterr().out
-
-
-def test_gpt2s_scale_of_each_layer_is_honoured_or_refused() -> None:
-    asked = {"scale_attn_by_inverse_layer_idx": True}
-    with torch.no_grad():
-        want = build("gpt2", "eager", **asked)(IDS).logits
-        model = build("gpt2", "nanoattn:manual", **asked)
-        try:
-            torch.testing.assert_close(model(IDS).logits, want)
-        except BackendUnavailable as e:
-            assert VERSION < (5, 0) and "scale" in str(e)
 
 
 @pytest.mark.parametrize("name, cache", [
@@ -349,8 +338,8 @@ encoders = pytest.mark.skipif(VERSION < (5, 0), reason="transformers before 5 re
 
 
 @encoders
-@pytest.mark.parametrize("name", [
-    n for n in ENCODERS if n.partition(",")[0] in transformers.CONFIG_MAPPING])
+@pytest.mark.parametrize("name", every(2, [
+    n for n in ENCODERS if n.partition(",")[0] in transformers.CONFIG_MAPPING]))
 def test_encoders_and_cross_attention(name: str) -> None:
     texts = "attention_mask" in hf_table.inputs(name, "left-padded")
     for case in ("full", "left-padded", "right-padded", "training")[:: 1 if texts else 3]:
