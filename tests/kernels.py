@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import attention
 from attention import Backend, Caps, manual
 
 CAPS = Caps(right=True, scale=True, softcap=True, sinks=True, caches=("none", "dynamic", "static"))
@@ -96,3 +97,10 @@ def hub_of(patch: Any, make: Callable[[str], Any]) -> list[tuple[str, str | None
     vars(module).update(get_kernel=get_kernel, __spec__=metadata.__spec__, __version__="0.17.2")
     patch.setitem(sys.modules, "kernels", module)
     return calls
+
+
+def taken_back(patch: Any, *names: str) -> None:
+    """Names that a test registers are unknown again after it."""
+    for known in (attention.BACKENDS, attention.names._BY_ANY_NAME):
+        for name in names:
+            patch.setitem(known, name, None)

@@ -63,6 +63,16 @@ def plain(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **options: Any) -> Resu
     return _call(proof.plain, q, k, v, dout, options)
 
 
+def altered(given: Inputs, **tensors: Tensor) -> Inputs:
+    return given._replace(**tensors)
+
+
+def leaves_of(given: Inputs, grad: bool = True) -> dict[str, Tensor]:
+    """What may have a gradient."""
+    found = {name: getattr(given, name) for name in ("q", "k", "v", "sinks")}
+    return {n: t.detach().requires_grad_(grad) for n, t in found.items() if t is not None}
+
+
 def check(got: Result, rough: Result, exact: Result, dtype: dtype) -> None:
     agree(got, rough, exact, str(dtype).removeprefix("torch."))
 

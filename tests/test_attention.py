@@ -197,9 +197,8 @@ def test_visible_against_a_table_by_hand() -> None:
 def test_the_truth_and_plain_pytorch_are_the_formula(case: Case) -> None:
     """Plain PyTorch's error sets the tolerance."""
     given, spec = matrix.inputs(case, "float64"), case.spec("float64")
-    leaves = {n: t.clone().requires_grad_() for n, t in given._asdict().items()
-              if n in ("q", "k", "v", "sinks") and t is not None}
-    whole = given._replace(**leaves)
+    leaves = oracle.leaves_of(given)
+    whole = oracle.altered(given, **leaves)
     out, _ = oracle.formula(*whole[:3], spec, **whole.options)
     every, some = torch.arange(case.Tq), torch.arange(0, case.Tq, 2)
     exact, plain = (of(case, "float64") for of in (matrix.truth, matrix.plain))

@@ -80,7 +80,7 @@ def test_a_graph_takes_the_same_products(grad: bool, packed: bool) -> None:
         products.extend(n for n in graph.graph.nodes if "nanoattn.linear" in str(n.target))
         return make_boxed_func(graph.forward)
 
-    torch._dynamo.reset()
+    torch.compiler.reset()
     compiled = torch.compile(partial(cpu_matmul.linear, packed=packed), fullgraph=True,
                              backend=aot_autograd(fw_compiler=look))
     ts, dy, results = [torch.randn(2, 3, 7), torch.randn(9, 7), torch.randn(9)], [], []

@@ -162,9 +162,7 @@ def test_entry_points_are_listed_with_their_times_or_reasons(package, capsys, mo
 
 
 def test_a_registered_backend_has_its_names_in_this_process(monkeypatch) -> None:
-    for table in (BACKENDS, attention.names._BY_ANY_NAME):  # both as they were, afterwards
-        for name in ("mine", "mine_too"):
-            monkeypatch.setitem(table, name, None)
+    kernels.taken_back(monkeypatch, "mine", "mine_too")
     ours = Backend("mine", "a test's", get("tiled").attend, (Caps(),), "sdpa", ("mine_too",))
     assert attention.register(ours) is get("mine") is get("mine_too") is BACKENDS["mine"]
     assert select("mine_too", F32, "cpu").backend is ours

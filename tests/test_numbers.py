@@ -56,9 +56,8 @@ def test_any_call(name: str, examples: int) -> None:
         if name == "flex" and BACKENDS[name].why_not(case.spec(dtype, grad=False), HERE):
             return
         spec, inputs = case.spec(dtype, grad=grad), matrix.inputs(case, dtype)
-        leaves = {n: t.detach().requires_grad_(grad) for n, t in inputs._asdict().items()
-                  if n in ("q", "k", "v", "sinks") and t is not None}
-        given = inputs._replace(**leaves)
+        leaves = oracle.leaves_of(inputs, grad)
+        given = oracle.altered(inputs, **leaves)
         with context():
             out = BACKENDS[name].attend(given.q, given.k, given.v, spec, **given.options)
             with torch.autocast("cpu", enabled=False):  # PyTorch's own backward obeys it, too
@@ -75,19 +74,27 @@ def test_nan_that_no_query_sees_is_not_read(name: str, block: int) -> None:
     T, far = 640, slice(320, 352)
     before = slice(0, (far.start - 9) // block * block)  # blocks whose keys end before `far`
     after = slice(-(-(-(-far.stop // 64) * 64 + 4) // block) * block, T)
-    for spec, ids, rows in (
-        (Spec(1, 1, 16, "float32", window=5, right=9), None, [before, after]),
+    half = T // 2
+    for spec, ids, hidden, rows in (
+        (Spec(1, 1, 16, "float32", window=5, right=9), None, far, [before, after]),
         (Spec(1, 1, 16, "float32", segments=True, right=None),
-         (torch.arange(T) >= T // 2).int()[None], [slice(0, T // 2)]),
-    ):
+         (torch.arange(T) >= half).int()[None], slice(half, T), [slice(0, half)])):
         draw = torch.Generator().manual_seed(0)
         given = Inputs(*torch.randn(4, 1, T, 1, 16, generator=draw), ids)
         want = run(BACKENDS[name].attend, given, spec)
         for t in (given.k, given.v):
-            t[:, far if ids is None else slice(T // 2, T)] = torch.nan
+            t[:, hidden] = torch.nan
         got = run(BACKENDS[name].attend, given, spec)
         for a, b in ((got.out, want.out), (got.dq, want.dq)):
             assert all(torch.equal(a[:, at], b[:, at]) for at in rows)
+
+
+@pytest.mark.parametrize("name", ["tiled", "sdpa", "sdpa_flash"])
+@pytest.mark.parametrize("case", matrix.cases(
+    "padded-200 B8, padded-300x400 B3, window2-200 B1", "H1 Hkv1 D16"), ids=lambda case: case.name)
+def test_tiles_and_blocks_at_the_borders_of_a_mask(name: str, case: Case) -> None:
+    """Rows whose segments end in other tiles, queries in the middle of one, a single pair."""
+    matrix.check(BACKENDS[name], case, "float32")
 
 
 # --- derivatives ---
@@ -181,10 +188,10 @@ def test_a_sink_of_minus_infinity_is_none_and_rows_that_see_nothing_move_none() 
     for name in able(sunk):
         attend = BACKENDS[name].attend
         without = run(attend, given, spec)
-        got = run(attend, given._replace(sinks=torch.full((3,), -torch.inf)), sunk)
+        got = run(attend, oracle.altered(given, sinks=torch.full((3,), -torch.inf)), sunk)
         for n, t in without.tensors.items():
             torch.testing.assert_close(got.tensors[n], t, rtol=1e-6, atol=1e-6)
-        other = run(attend, given._replace(sinks=torch.ones(3), dout=blind), sunk)
+        other = run(attend, oracle.altered(given, sinks=torch.ones(3), dout=blind), sunk)
         assert not got.dsinks.any() and not other.dsinks.any(), name
 
 

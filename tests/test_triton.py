@@ -14,6 +14,7 @@ import sys
 from functools import partial
 from typing import Any
 
+import oracle
 import pytest
 import torch
 from conftest import few
@@ -72,12 +73,12 @@ def test_tiles_that_no_row_sees_are_not_read(tiles, case: Case) -> None:
         skipped += int(unseen.sum()) // b
         v = given.v.clone()
         v[:, unseen] = torch.nan
-        got = run(attend, given._replace(v=v), spec, times=0)
+        got = run(attend, oracle.altered(given, v=v), spec, times=0)
         assert torch.equal(got.out[:, rows], want.out[:, rows])
     assert skipped > 0
     dout = given.dout.clone()
     dout[:, -b:] = torch.nan  # these rows' gradient reaches only the tiles that they see
-    got = run(attend, given._replace(dout=dout), spec)
+    got = run(attend, oracle.altered(given, dout=dout), spec)
     far = ~sees[-b:].view(b, -1, b).any(0).any(-1).repeat_interleave(b)
     for name in ("dk", "dv"):
         assert torch.equal(got.tensors[name][:, far], want.tensors[name][:, far])
@@ -102,7 +103,7 @@ def test_what_a_tile_has_past_the_last_query_overflows_nowhere() -> None:
     """ALiBi's scores grow for queries before every key, and slopes below 0."""
     case = Case("steep", 33, 17, right=9, alibi=True, B=1, H=2, Hkv=2, D=16)
     spec, given = case.spec("float32"), matrix.inputs(case, "float32", DEVICE)
-    given = given._replace(alibi_slopes=torch.tensor([9.0, -9.0], device=DEVICE))
+    given = oracle.altered(given, alibi_slopes=torch.tensor([9.0, -9.0], device=DEVICE))
     found = both_passes([*given], spec, partial(attend, **given.options))
     for got, want in zip(found, truth(given, spec).tensors.values(), strict=True):
         torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
