@@ -26,7 +26,7 @@ INNER = ("tiled", "sdpa_flash")  # the kernels that run on any CPU
 # At 4 processes 97 has 7 positions of filling; of 3 and 1 most processes have filling alone.
 CASES = matrix.cases("""64, gqa-97, window1-61, window16-90 gqa, window13-96 H3 mqa split,
     packed-97, padded-window20-BHTD-77, rows-packed-97 gqa, scale-33 D20, large-64 D64,
-    size3-128 gqa, 3, 1""")
+    size3-128 gqa, 3, 1, window16-600 B1 H1 Hkv1 D16""")
 OF_THREE = [case for case in CASES if case.name in ("64", "packed-97")]
 DTYPES = ("float32", "bfloat16")
 
