@@ -37,7 +37,7 @@ def formula(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | N
         own = segments[..., at[:, 0].clamp(min=0), None]
         seen = (seen & (at >= 0) & (own == segments[..., None, :]))[..., None, :, :]
     s = s.masked_fill(~seen, -math.inf)
-    sink = torch.full_like(s[..., :1], -math.inf)
+    sink = s.new_full((*s.shape[:-1], 1), -math.inf)
     sink = sink if sinks is None else sinks[:, None, None].expand_as(sink)
     most = torch.cat((s, sink), dim=-1).amax(-1, keepdim=True).clamp(min=-1e30).detach()
     weights = (s - most).exp()

@@ -16,7 +16,6 @@ from test_check import BUGS, HONEST, planted
 from torch import Tensor
 
 from attention import BACKENDS, manual, select
-from attention.__main__ import main
 from attention.caps import BackendUnavailable, DeviceLost
 from attention.proof import probe, probe_long
 from attention.spec import DTYPES, Machine, Policy, Spec
@@ -257,14 +256,6 @@ def test_no_kernel_is_tried_on_a_gpu_that_another_has_crashed(text, lost, T, tmp
     with pytest.raises(DeviceLost, match=r"mine .*--attention_backend=sdpa") as e:
         select(file, SPEC, "cpu", shape=(1, T, T))
     assert "\n" not in str(e.value) and text.partition("\n")[0] in str(e.value)
-
-
-def test_a_crash_on_the_gpu_is_one_line_of_a_command(tmp_path, capsys) -> None:
-    text = "CUDA error: an illegal memory access was encountered"
-    with pytest.raises(SystemExit):
-        main([kernels.as_file(tmp_path, raises(RuntimeError(text))), "--device=cpu"])
-    [line] = capsys.readouterr().err.splitlines()
-    assert text in line and "--attention_backend=manual" in line
 
 
 def test_a_pinned_kernel_that_is_another_one_is_refused() -> None:

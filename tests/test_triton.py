@@ -20,7 +20,7 @@ import torch
 from conftest import few
 from torch import Tensor
 
-from attention import Machine, Spec, get, is_code, resolve
+from attention import Machine, Spec, get
 from attention.check import matrix
 from attention.check.matrix import Case
 from attention.masks import mask
@@ -141,17 +141,6 @@ def test_other_backward_kernels_give_the_numbers_of_the_oracle(name, case) -> No
     if why := get(name).why_not(case.spec("float16"), Machine.here(DEVICE)):
         pytest.skip("; ".join(why))
     matrix.check(get(name), case, "float16", DEVICE)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_they_run_where_they_fit_else_triton_does(name, monkeypatch) -> None:
-    assert not is_code(name)
-    assert resolve(name, TO_TRAIN, H100).backend.name == name
-    assert (resolve(name, TO_TRAIN, A100).backend.name == name) == (name != "triton:tma")
-    for spec in (Spec(12, 12, 136, "bfloat16"), Spec(12, 12, 64, "float32")):
-        assert resolve(name, spec, H100).backend.name != name
-    monkeypatch.setenv("NANOATTN_DISABLE", "triton")
-    assert resolve(name, TO_TRAIN, H100).backend.name not in ("triton", name)
 
 
 # --- compiled for other GPUs ---
