@@ -85,10 +85,10 @@ def test_tiles_that_no_row_sees_are_not_read(tiles, case: Case) -> None:
 
 
 def test_offsets_beyond_32_bits() -> None:
-    """Batch 1 begins 2^31 numbers after batch 0, or row 256 does. Of the 4 GB few pages are touched
-    (on a CPU)."""
+    """By 32-bit strides batch 2 begins 2^31 numbers after batch 0, or row 256 does. Of the 4 GB few
+    pages are touched (on a CPU)."""
     room = torch.empty(2**31 + 2**24, dtype=torch.float16, device=DEVICE)
-    far_batch = [room[n * 512 :].as_strided((2, 16, 1, 16), (2**31, 16, 16, 1)) for n in range(4)]
+    far_batch = [room[n * 512 :].as_strided((3, 16, 1, 16), (2**30, 16, 16, 1)) for n in range(4)]
     far_rows = [room[n * 512 :].as_strided((1, 258, 1, 16), (0, 2**23, 16, 1)) for n in range(4)]
     spec = Spec(1, 1, 16, "float16", window=8)
     for tensors in (far_batch, far_rows):
