@@ -67,19 +67,62 @@ MODELS: dict[str, Json] = {  # model_type -> config
 }
 
 
+_SIZES = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+          "num_attention_heads": 4}
+_IMAGES = {"image_size": 16, "patch_size": 4, "hidden_size": 32, "intermediate_size": 48,
+           "num_hidden_layers": 2, "num_attention_heads": 4}
+_SPEECH = {"vocab_size": 61, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2,
+           "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48,
+           "decoder_ffn_dim": 48}
+ENCODERS: dict[str, Json] = {  # and encoders with decoders
+    **dict.fromkeys(("bert", "roberta", "electra", "xlm-roberta", "albert"), _SIZES),
+    "layoutlm": _SIZES,  # its mask has one row for all queries
+    "distilbert": {"vocab_size": 61, "dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4},
+    "modernbert": _SIZES | {
+        "local_attention": 6, "global_attn_every_n_layers": 2, "reference_compile": False,
+        **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id",
+                         "sep_token_id"), 0)},
+    "llama, both sides": MODELS["llama"] | {"is_causal": False},
+    "gemma3_text, both sides": MODELS["gemma3_text"] | {"use_bidirectional_attention": True},
+    **dict.fromkeys(("vit", "clip_vision_model", "dinov2"), _IMAGES),
+    "siglip_vision_model": _IMAGES | {"vision_use_head": False},  # by torch's own module
+    "clip_text_model": _SIZES,
+    "whisper": _SPEECH | {"num_mel_bins": 8, "max_source_positions": 10, "pad_token_id": 0,
+                          "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1},
+    "bart": _SPEECH | {"max_position_embeddings": 32},
+}
+
+
 def build(name: str, implementation: str, dtype: torch.dtype = torch.float32, **other: Any) -> Any:
     """In evaluation mode; the weights depend on the name only."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(name, **MODELS.get(name, {}) | other)
+    fields = {**ENCODERS, **MODELS}.get(name, {}) | other
+    config = AutoConfig.for_model(name.partition(",")[0], **fields)
     config._experts_implementation = "eager"  # grouped_mm has no float64
+    auto = AutoModel if name in ENCODERS else AutoModelForCausalLM
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
+        model = auto.from_config(config, attn_implementation=implementation)
         for key, weight in model.named_parameters():
             if "sinks" in key:
                 torch.nn.init.normal_(weight, mean=1.0)
     return model.to(dtype).eval()
+
+
+def inputs(name: str, case: str = "full") -> Json:
+    """Of an encoder: images, sound, or three texts, the second of which may be padded."""
+    draw = torch.Generator().manual_seed(0)
+    ids, seen = torch.randint(3, 61, (3, T), generator=draw), torch.ones(3, T, dtype=torch.long)
+    decoded = {"decoder_input_ids": ids[:, :7]}
+    if name == "whisper":
+        return {"input_features": torch.randn(3, 8, T, generator=draw)} | decoded
+    if "image_size" in ENCODERS[name]:
+        return {"pixel_values": torch.randn(2, 3, 16, 16, generator=draw)}
+    seen[1, 13:] = 0
+    masks = {"right-padded": seen, "left-padded": seen.flip(1), "training": seen}
+    asked = {"input_ids": ids} | ({"attention_mask": masks[case]} if case in masks else {})
+    return asked | decoded if name == "bart" else asked
 
 
 def batch(case: str) -> tuple[Tensor, Tensor]:
@@ -92,8 +135,18 @@ def batch(case: str) -> tuple[Tensor, Tensor]:
     return ids, seen
 
 
-def run(model: Any, case: str) -> dict[str, Tensor]:
-    """Logits of all tokens but padding; in training the gradients."""
+def run(model: Any, case: str, name: str = "") -> dict[str, Tensor]:
+    """Logits of all tokens but padding; in training the gradients; an encoder's last states."""
+    if name in ENCODERS:
+        asked = {n: t.to(model.dtype) if t.is_floating_point() else t
+                 for n, t in inputs(name, case).items()}
+        hidden, seen = model(**asked).last_hidden_state, asked.get("attention_mask")
+        real = hidden[seen.bool()] if seen is not None and hidden.shape[1] == T else hidden
+        if case != "training":
+            return {"logits": real.detach()}
+        draw = torch.Generator().manual_seed(1)  # of squares a normalization makes a constant
+        loss = (real * torch.randn(real.shape, generator=draw)).sum()
+        return gradients(loss, model)
     ids, seen = batch(case)
     if case in CACHED:
         with torch.no_grad():
@@ -115,9 +168,13 @@ def run(model: Any, case: str) -> dict[str, Tensor]:
     model.train()
     logits = model(ids, **asked).logits
     loss = torch.nn.functional.cross_entropy(logits[seen.bool()], ids[seen.bool()])
-    names, weights = zip(*model.named_parameters(), strict=True)
-    grads = torch.autograd.grad(loss, weights, allow_unused=True)
     model.eval()
+    return gradients(loss, model)
+
+
+def gradients(loss: Tensor, model: Any) -> dict[str, Tensor]:
+    names, weights = zip(*((n, p) for n, p in model.named_parameters() if p.requires_grad))
+    grads = torch.autograd.grad(loss, weights, allow_unused=True)
     return {n: g for n, g in zip(names, grads, strict=True) if g is not None}
 
 
@@ -139,7 +196,7 @@ def finite_masks() -> Iterator[None]:
 @cache
 def eager(name: str, case: str, dtype: torch.dtype) -> dict[str, Tensor]:
     with finite_masks():
-        return run(build(name, "eager", dtype), case)
+        return run(build(name, "eager", dtype), case, name)
 
 
 def check(name: str, case: str, got: dict[str, Tensor]) -> None:
@@ -164,17 +221,19 @@ def cell(name: str, backend: str, case: str) -> str:
     hf.register([backend], Policy(fallback=False))
     model = build(name, hf.implementation(backend))
     try:
-        got = run(model, case)
+        got = run(model, case, name)
     except BackendUnavailable as e:
         if " refuses " in str(e) or "does not call" in str(e):  # by the bridge
             return str(e).partition(": ")[2]
         assert declared_refusal(name, backend, case), e
         return str(e).partition(f" {backend}: ")[2]
     check(name, case, got)
-    ran = [(chosen.backend.name, n) for layer in hf.report(model) for _, chosen, n in layer.ran]
+    layers = hf.report(model)
+    ran = [(chosen.backend.name, n) for layer in layers for _, chosen, n in layer.ran]
     assert {who for who, _ in ran} == {get_backend(backend).name}, ran
     passes = NEW if case in CACHED else 1
-    assert sum(n for _, n in ran) == model.config.num_hidden_layers * passes, ran
+    counted = sum(n for _, n in ran) == model.config.num_hidden_layers * passes
+    assert all(layer.ran for layer in layers) if name in ENCODERS else counted, ran
     return ""
 
 

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -12,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import attention
 from attention import Backend, Caps, manual
 
 CAPS = Caps(right=True, scale=True, softcap=True, sinks=True, caches=("none", "dynamic", "static"))
@@ -53,6 +59,16 @@ class Recorder:
         return manual.attend(q, k, v, spec, **options)
 
 
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 class Largest(TorchDispatchMode):
     numbers = 0
 
@@ -61,3 +77,30 @@ class Largest(TorchDispatchMode):
         made = [t.numel() for t in tree_leaves(out) if isinstance(t, Tensor)]
         self.numbers = max([self.numbers, *made])
         return out
+
+
+def hurry(patch: Any) -> None:
+    """A clock at a hundred times its speed: timings take few rounds."""
+    patch.setattr("attention.machine.timing.perf_counter", lambda: 100 * time.perf_counter())
+
+
+def hub_of(patch: Any, make: Callable[[str], Any]) -> list[tuple[str, str | None]]:
+    """The package `kernels`, whose get_kernel() returns make(repository); its calls."""
+    calls, module = list[tuple[str, str | None]](), ModuleType("kernels")
+
+    def get_kernel(repo_id: str, *, revision: str | None = None, version: int | None = None,
+                   trust_remote_code: bool | list[str] = False) -> Any:
+        assert trust_remote_code == [repo_id]
+        calls.append((repo_id, revision))
+        return make(repo_id)
+
+    vars(module).update(get_kernel=get_kernel, __spec__=metadata.__spec__, __version__="0.17.2")
+    patch.setitem(sys.modules, "kernels", module)
+    return calls
+
+
+def taken_back(patch: Any, *names: str) -> None:
+    """Names that a test registers are unknown again after it."""
+    for known in (attention.BACKENDS, attention.names._BY_ANY_NAME):
+        for name in names:
+            patch.setitem(known, name, None)

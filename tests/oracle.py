@@ -1,17 +1,49 @@
-"""The truth and tolerance of attention/proof.py, without a Spec; random cases."""
+"""The contract by its words (`formula`), the truth and tolerance of attention/proof.py without a
+Spec, and random cases."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import torch
 from hypothesis import strategies as st
 from torch import Tensor, device, dtype
 
-from attention import Spec, proof
+from attention import BACKENDS, Spec, proof
 from attention.check.matrix import Case, agree
+from attention.masks import filled_cache
 from attention.proof import Inputs, Result
 
 Sides = st.none() | st.integers(0, 40)
+
+
+def formula(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
+            sinks: Tensor | None = None, alibi_slopes: Tensor | None = None
+            ) -> tuple[Tensor, Tensor]:
+    """out, and the log-sum-exp (..., H, Tq): naive, and differentiable any number of times."""
+    (Tq, H), (Tk, Hkv) = q.shape[-3:-1], k.shape[-3:-1]
+    k, v = (t.repeat_interleave(H // Hkv, dim=-2) for t in (k, v))
+    at = torch.arange(Tq)[:, None] + Tk - Tq  # of the queries, among the keys
+    ahead = torch.arange(Tk) - at
+    s = torch.einsum("...ihd,...jhd->...hij", q, k) * (spec.scale or q.shape[-1] ** -0.5)
+    s = spec.softcap * torch.tanh(s / spec.softcap) if spec.softcap else s
+    if alibi_slopes is not None:
+        s = s - alibi_slopes.to(s)[..., None, None] * ahead.abs()
+    seen = torch.ones_like(ahead, dtype=torch.bool)
+    seen &= True if spec.window is None else ahead > -spec.window
+    seen &= True if spec.right is None else ahead <= spec.right
+    if segments is not None:
+        own = segments[..., at[:, 0].clamp(min=0), None]
+        seen = (seen & (at >= 0) & (own == segments[..., None, :]))[..., None, :, :]
+    s = s.masked_fill(~seen, -math.inf)
+    sink = s.new_full((*s.shape[:-1], 1), -math.inf)
+    sink = sink if sinks is None else sinks[:, None, None].expand_as(sink)
+    most = torch.cat((s, sink), dim=-1).amax(-1, keepdim=True).clamp(min=-1e30).detach()
+    weights = (s - most).exp()
+    total = weights.sum(-1, keepdim=True) + (sink - most).exp()
+    out = torch.einsum("...hij,...jhd->...ihd", weights / torch.where(total == 0, 1, total), v)
+    return out, (total.log() + most).squeeze(-1).detach()
 
 
 def _call(of: Any, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, options: Any) -> Result:
@@ -31,8 +63,59 @@ def plain(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **options: Any) -> Resu
     return _call(proof.plain, q, k, v, dout, options)
 
 
+def altered(given: Inputs, **tensors: Tensor) -> Inputs:
+    return given._replace(**tensors)
+
+
+def leaves_of(given: Inputs, grad: bool = True) -> dict[str, Tensor]:
+    """What may have a gradient."""
+    found = {name: getattr(given, name) for name in ("q", "k", "v", "sinks")}
+    return {n: t.detach().requires_grad_(grad) for n, t in found.items() if t is not None}
+
+
 def check(got: Result, rough: Result, exact: Result, dtype: dtype) -> None:
     agree(got, rough, exact, str(dtype).removeprefix("torch."))
+
+
+def right(out: Tensor, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
+    """Raise AssertionError unless `out` is within the tolerance of the truth."""
+    rough, exact = (f(q, k, v, torch.ones_like(q), **options) for f in (plain, attention))
+    check(Result(out), rough, exact, q.dtype)
+
+
+COUNTS = st.integers(0, 31).map(lambda n: n if n < 31 else 300)  # 300: blocks, pages of 256
+
+
+@st.composite
+def views(draw: Any, ended: bool = False) -> tuple[list[tuple[int, int]], int]:
+    """(start, count) of three rows and the slots of a cache, which may be full; `ended`: or shorter
+    than a row that is no longer read."""
+    rows = draw(st.lists(st.tuples(st.integers(0, 30), COUNTS), min_size=3, max_size=3))
+    slots = draw(st.sampled_from([336, max(1, *(a + n for a, n in rows))]))
+    if ended and draw(st.booleans()):
+        rows = [(rows[0][0], 1), (slots + 8, 1), (0, 1)]
+    return rows, slots
+
+
+def check_view(name: str, spec: Spec, rows: list[tuple[int, int]], slots: int,
+               device: str = "cpu", **scores: Tensor) -> None:
+    """Row b has `start` tokens and `count` new ones among the queries; other slots are loud."""
+    start, count = zip(*rows)
+    lengths = max(1, *count), slots, slots
+    q, k, v = (torch.randn(3, T, H, spec.head_dim).to(device, getattr(torch, spec.dtype))
+               for T, H in zip(lengths, (spec.n_head, spec.n_kv_head, spec.n_kv_head)))
+    for b, (a, n) in enumerate(rows):
+        k[b, a + n :], v[b, a + n :] = 9, 99
+    k_held, v_held, view = filled_cache(k, v, spec)
+    with torch.no_grad():
+        out = BACKENDS[name].attend(q, k_held, v_held, spec, cache=view(start, count), **scores)
+    assert out.shape == q.shape and out.isfinite().all()
+    options = {n: getattr(spec, n) for n in ("window", "right", "scale", "softcap")}
+    for b, (a, n) in enumerate(rows):
+        if n and a + n <= slots:  # else nothing is real
+            own = {n: t if t.dim() == 1 else t[b] for n, t in scores.items()}
+            new = (t[b : b + 1] for t in (out[:, :n], q[:, :n], k[:, : a + n], v[:, : a + n]))
+            right(*new, **options, **own)
 
 
 @st.composite

@@ -1,60 +1,16 @@
-"""Caches: what later tokens see of stored keys and values, and the page pool under random load."""
+"""The page pool under random load. Caches are in test_paged.py."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from hypothesis.stateful import run_state_machine_as_test as run_machine
-from torch import Tensor
 
-from attention import BACKENDS, Spec
-from inference.cache import StaticCache
 from inference.pages import OutOfPages, PagePool
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 7), st.integers(0, 7), st.integers(0, 2)), max_size=12),
-    st.sampled_from([None, 1, 2, 5, 9]),
-)
-@settings(max_examples=60, deadline=None)
-def test_a_static_cache_holds_what_each_rows_tokens_see(steps, window) -> None:
-    """Steps of 0 to 7 tokens of each row and 0 to 2 columns of huge padding."""
-    cache = StaticCache(1, 2, 100, 1, 4, windows=[window])
-    assert cache.nbytes <= 2 * 2 * ((window or 100) + 1) * 16
-    spec, rows = Spec(1, 1, 4, "float32", window=window, grad=False), [random(0, 1, 4)] * 2
-    for n, (a, b, more) in enumerate(steps):
-        T = max(a, b) + more
-        if T == 0:
-            continue
-        step, k = cache.reserve(T, (a, b)), random(2, T, 1, 4, seed=n)
-        k[0, a:] = k[1, b:] = 1e4
-        for row, count, at in zip(rows, (a, b), step.positions(T).tolist(), strict=True):
-            assert at[:count] == [len(row) + i for i in range(count)]
-        q = random(2, T, 1, 4, seed=n + 1000)
-        got_k, got_v, reads = step.layer(0).append(k, k + 1)
-        how = replace(spec, cache=step.kind)
-        out = BACKENDS["manual"].attend(q, got_k, got_v, how, cache=reads)
-        step.advance()
-        for row, count in ((0, a), (1, b)):
-            rows[row] = all_k = torch.cat([rows[row], k[row, :count]])
-            assert cache.length(row) == len(all_k)
-            if count:
-                own = q[row : row + 1, :count], all_k[None], all_k[None] + 1
-                want = BACKENDS["manual"].attend(*own, spec)
-                torch.testing.assert_close(out[row : row + 1, :count], want)
-
-
-# --- the page pool ---
 
 
 class RandomLoad(RuleBasedStateMachine):

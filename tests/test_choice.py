@@ -7,18 +7,19 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import kernels
 import pytest
 import torch
+from checkout import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 
 from attention import BACKENDS, get, packages, resolve, select
+from attention.__main__ import main
 from attention.caps import Backend, BackendUnavailable, Caps, version
-from attention.machine.gpus import describe
+from attention.machine import gpus
 from attention.spec import Machine, Policy, Spec
 
 STRICT = Policy(fallback=False)
@@ -190,38 +191,14 @@ def test_a_spec_out_of_range_is_an_error(changes, got) -> None:
         replace(BF16, **changes)
 
 
-@pytest.mark.parametrize("caps", [(), Caps()])
-def test_a_declaration_that_means_nothing_is_an_error(caps) -> None:
-    with pytest.raises(ValueError, match="caps"):
-        replace(BACKENDS["manual"], caps=caps)
-
-
-@pytest.mark.parametrize("field, value", [
-    ("dtypes", ("float32", "fp16")), ("dtypes", "float32"), ("caches", ("pages",)),
-    ("dropout_step", 0.1)])  # Spec.kind knows sixteenths alone
-def test_caps_that_no_spec_can_have_are_an_error(field, value) -> None:
-    with pytest.raises(ValueError, match=re.escape(repr(value))):
-        Caps(**{field: value})
-
-
-@pytest.mark.parametrize("gpu, name, kind, word", [
-    ("V100", "triton", "capability", "7.5"), ("A100", "flash_attn_4", "grad", "A100"),
-    ("A100", "flash_attn_3", "capability", "--attention_hub_kernels=True"),
-    ("V100", "flash_attn_3", "capability", "9.0")])
-def test_a_refusal_is_that_of_the_nearest_gpu(gpu, name, kind, word) -> None:
-    there = describe(gpu, "2.13.0", packages())
-    (why,) = get(name).why_not(replace(BF16, dtype="float16"), there)
-    assert why.kind == kind and word in why
-    assert ("prebuilt" in why) == ("--attention" in word)
-
-
-@pytest.mark.parametrize("name, batch, stored", [
-    ("sdpa", 10_000, "12.8"), ("sdpa", 10, None), ("sdpa_math", 10_000, None)])
-def test_what_the_math_kernel_stores_is_a_warning(name, batch, stored) -> None:
-    spec = Spec(4, 4, 8, "float32", dropout=0.1)  # on CPUs flash has no dropout
-    chosen = select(name, spec, "cpu", shape=(batch, 200, 200))
-    assert chosen.kernels == ("math",)
-    assert stored in chosen.note if stored else not chosen.note  # 2 * 4 bytes of 4 * 200^2 a row
+def test_caps_that_no_spec_can_have_are_an_error() -> None:
+    for field, value in (("dtypes", ("float32", "fp16")), ("dtypes", "float32"),
+                         ("caches", ("pages",)), ("dropout_step", 0.1)):  # a kind has sixteenths
+        with pytest.raises(ValueError, match=re.escape(repr(value))):
+            Caps(**{field: value})
+    for caps in ((), Caps()):
+        with pytest.raises(ValueError, match="caps"):
+            replace(BACKENDS["manual"], caps=caps)
 
 
 def test_names_aliases_and_versions() -> None:
@@ -252,14 +229,13 @@ def test_import_attention_leaves_the_compiler_and_transformers_alone() -> None:
     """torch._dynamo takes a second to import."""
     heavy = "not {'torch._dynamo', 'transformers'} & set(sys.modules)"
     script = f"import sys, attention; attention.hf.names(); assert {heavy}"
-    subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parent.parent, check=True)
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)
 
 
 # --- what a user sees ---
 
 
 def test_a_refusal_is_a_warning_once_a_process(tmp_path, monkeypatch, caplog) -> None:
-    sys.modules["attention.select"]._once.cache_clear()  # attention.select is the function
     file = kernels.as_file(tmp_path, print)
     for rank, n in (("1", 0), ("0", 1), ("0", 1)):
         monkeypatch.setenv("RANK", rank)
@@ -267,3 +243,79 @@ def test_a_refusal_is_a_warning_once_a_process(tmp_path, monkeypatch, caplog) ->
         said = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
         assert len(said) == n
     assert "mine" in said[0] and "manual" in said[0]
+
+
+# --- python -m attention ---
+
+SMALL = ["--seq_len=16", "--n_head=2", "--head_dim=16", "--device=cpu"]
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    main(words)
+    return capsys.readouterr().out
+
+
+def test_every_backend_is_in_the_table_with_its_time_or_its_reason(capsys, monkeypatch) -> None:
+    few = {n: BACKENDS[n] for n in ("manual", "tiled", "paged", "sdpa_cudnn")}
+    monkeypatch.setattr("attention.__main__.BACKENDS", few)
+    kernels.hurry(monkeypatch)
+    able, unable = said(capsys, *SMALL, "--window=4", "--segments").split("does not run")
+    for name in ("manual", "tiled"):
+        forward, both, error = map(float, able.split(f"\n{name} ")[1].split()[:3])
+        assert 0 < forward < both and error < 1e-5
+    assert "window 4" in able and "segments" in able
+    assert "paged" in unable and "sdpa_cudnn" in unable and "cuda" in unable
+    able, unable = said(capsys, *SMALL, "--kv_cache=paged", "--page_size=16").split("does not run")
+    assert "1 queries" in able and "\npaged  " in able and "manual" in unable
+
+
+@pytest.mark.slow
+def test_one_choice_is_explained_and_a_refusal_is_printed_once() -> None:
+    command = [sys.executable, "-m", "attention", "sdpa", *SMALL, "--softcap=9"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    warning, fallback, info = run.stdout.splitlines()
+    assert not run.stderr and run.stdout.count("softcap") == 1
+    assert "sdpa" in warning and "softcap" in warning
+    assert "manual" in fallback and "manual" in info and "sdpa" not in info
+
+
+def test_another_machine_is_only_described(capsys) -> None:
+    for name, machine, takes in (("auto", "4090", "flash_attn_2"), ("auto", "titan rtx", "sdpa"),
+                                 ("flash_attn_3", "h100", "flash_attn_3")):
+        assert f"INFO: Attention backend: {takes} (" in said(capsys, name, f"--as={machine}")
+
+
+@pytest.mark.parametrize("words, wrong", [
+    (["nope"], "'nope'"), (["--n_head=0"], "got 0"), (["--window=0"], "got 0"), ([""], "empty"),
+    (["--as=abacus"], "abacus"), (["--as=h100", "--device=cpu"], "--device"), (["--as="], "--as"),
+    (["fastest", "--as=h100"], "fastest"), (["--seq_len=0"], "--seq_len"),
+    (["--page_size=16"], "page_size"), (["--device=cuda:99"], "cuda:99"),
+    (["sdpa", "--kv_cache=paged", "--page_size=0"], "got 0"), (["--device=xpu"], "xpu"),
+    (["--dtype=int8"], "int8"), (["--sinks=maybe"], "maybe"), (["--colour=red"], "--colour"),
+    *((["check", *words.split()], word) for words, word in (
+        ("none.py", "none.py"), ("no_such_backend", "no_such_backend"), ("auto", "auto"),
+        ("manual --dtype=float8", "float8"), ("manual --device=tpu", "tpu"),
+        ("manual --length=-1", "-1"), ("manual --test=none", "none"))),
+])
+def test_a_mistake_is_named_and_ends_with_2(words, wrong, capsys) -> None:
+    with pytest.raises(SystemExit) as e:
+        raise SystemExit(main(words))
+    assert e.value.code == 2 and wrong in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text, name, capability", [
+    ("titan rtx", "NVIDIA TITAN RTX", (7, 5)), ("RTX4090", "NVIDIA GeForce RTX 4090", (8, 9)),
+    ("h100", "NVIDIA H100", (9, 0)), ("B200", "NVIDIA B200", (10, 0)), ("cpu", "cpu", None)])
+def test_a_machine_is_known_by_its_distinctive_part(text, name, capability) -> None:
+    machine = gpus.describe(text, "2.13.0", ["flash_attn"])
+    assert (machine.name, machine.capability) == (name, capability)
+    assert not BACKENDS["manual"].why_not(ANY, machine)
+
+
+@pytest.mark.parametrize("text, named", [
+    ("titan", "NVIDIA TITAN V"), ("rtx", "RTX"), ("foo", "NVIDIA H100"), ("H10", "NVIDIA H100"),
+    ("rtx 4900", "NVIDIA GeForce RTX 4090")])
+def test_an_ambiguous_or_unknown_name_lists_a_few_candidates(text: str, named: str) -> None:
+    with pytest.raises(ValueError, match=repr(text)) as e:
+        gpus.describe(text, "2.13.0", [])
+    assert named in str(e.value) and sum(m.name in str(e.value) for m in gpus.KNOWN) < 12

@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import re
 import sys
+from collections.abc import Callable
 from dataclasses import replace
-from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+import kernels
 import oracle
 import pytest
 import torch
 from conftest import every, few
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_attention import REQUIRED, need
 from test_flash_api import SIGNATURES
 from torch import Tensor
@@ -27,7 +31,6 @@ from attention import BACKENDS, Machine, Policy, Spec, flash, get, probe, sdpa_f
 from attention.check import matrix
 from attention.check.matrix import CASES
 from attention.machine.system import import_version
-from attention.masks import filled_cache
 from attention.proof import run
 from attention.select import admit
 
@@ -62,17 +65,13 @@ def attend(rows: list[Sequence], x: dict[str, Any], unbounded: int | None) -> li
     left, right = (None if n == unbounded else n for n in x["window_size"])
     sinks, slopes = x.get("learnable_sink"), x.get("alibi_slopes")
     H, Hkv, D = rows[0][0].shape[1], *rows[0][1].shape[1:]
-    spec = Spec(H, Hkv, D, "float64", None if left is None else left + 1, x.get("dropout_p") or 0.0,
+    spec = Spec(H, Hkv, D, "float64", None if left is None else left + 1,
                 right=0 if x["causal"] else right, scale=x["softmax_scale"],
-                softcap=x["softcap"] or None, sinks=sinks is not None, alibi=slopes is not None)
+                softcap=x["softcap"] or None)
     own = [None] * len(rows) if slopes is None else [*slopes.expand(len(rows), H)]
-    outs = []
-    for (q, k, v), m in zip(rows, own, strict=True):
-        more = {} if sinks is None else {"sinks": sinks.double()}
-        more |= {} if m is None else {"alibi_slopes": m}
-        inputs = (t[None].double() for t in (q, k, v))
-        outs.append(BACKENDS["manual"].compute(*inputs, spec, **more)[0].to(q.dtype))
-    return outs
+    sinks = None if sinks is None else sinks.double()
+    return [oracle.formula(*(t.double() for t in row), spec, sinks=sinks, alibi_slopes=m)[0].to(
+        row[0].dtype) for row, m in zip(rows, own, strict=True)]
 
 
 def check_inputs(x: dict[str, Any], step: int) -> None:
@@ -140,14 +139,13 @@ def package(name: str, signatures: dict[str, str], version: str, unbounded: int 
     return module
 
 
-STAND_INS: dict[str, tuple[str, Any]] = {
-    "flash_attn_2": ("flash_attn_2", lambda: package("flash_attn", FLASH_2, "2.8.3", step=1)),
-    "flash_attn_3": ("flash_attn_3", lambda: package("flash_attn_interface", FLASH_3, "")),
-    "flash_attn_3 of early 2025": (  # until ed209409 (July 2025) each gave (out, softmax_lse)
-        "flash_attn_3", lambda: package("flash_attn_interface", FLASH_3, "",
-                                        returns=lambda out: (out, torch.empty(0)))),
-    "flash_attn_4": ("flash_attn_4", lambda: package(
-        "flash_attn.cute", FLASH_4, "0.0.0", None, returns=lambda out: (out, None))),
+STAND_INS: dict[str, Callable[[], Any]] = {
+    "flash_attn_2": lambda: package("flash_attn", FLASH_2, "2.8.3", step=1),
+    "flash_attn_3": lambda: package("flash_attn_interface", FLASH_3, ""),
+    "flash_attn_3 of early 2025":  # until ed209409 (July 2025) each gave (out, softmax_lse)
+        lambda: package("flash_attn_interface", FLASH_3, "", returns=lambda out: (out, None)),
+    "flash_attn_4": lambda: package(
+        "flash_attn.cute", FLASH_4, "0.0.0", None, returns=lambda out: (out, None)),
 }
 GENERATIONS = ("flash_attn_2", "flash_attn_3", "flash_attn_4")
 EVERYTHING = {"flash_attn": "2.8.3", "flash_attn_interface": "3.0.0", "flash_attn.cute": "4.0.0b27"}
@@ -158,7 +156,7 @@ BF16 = Spec(12, 12, 64, "bfloat16")
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
     def install(title: str) -> Any:
-        module = STAND_INS[title][1]()
+        module = STAND_INS[title]()
         monkeypatch.setattr(flash, "_loaded", {})
         monkeypatch.setitem(sys.modules, module.__name__, module)
         return module
@@ -174,7 +172,8 @@ SHORT = [c for c in CASES if c not in LONG]
 
 @pytest.mark.parametrize("case", [*every(3, SHORT), *few(LONG, 0)], ids=lambda c: c.name)
 def test_every_case_of_the_matrix_against_the_oracle(case, installed) -> None:
-    for title, (name, _) in STAND_INS.items():
+    for title in STAND_INS:
+        name = title.split()[0]
         only = "flash_attn_2" if case.D % 8 or case.alibi else name
         only = "flash_attn_4" if case.sinks else only
         if name != only or (case.sinks and case.alibi):
@@ -212,8 +211,14 @@ def test_sdpa_flash_takes_windows_and_segments_on_cuda(case, monkeypatch) -> Non
 
 
 @pytest.mark.parametrize("name", GENERATIONS)
-def test_deterministic_reaches_the_package_and_no_sequence_is_empty(name, installed) -> None:
+def test_deterministic_and_dropout_reach_the_package_and_no_sequence_is_empty(
+    name, installed
+) -> None:
     module = installed(name)
+    x = torch.randn(1, 3, 2, 32).half()
+    spec = Spec(2, 2, 32, "float16", dropout=0.25 * (name == "flash_attn_2"), grad=False)
+    BACKENDS[name].attend(x, x, x, spec)
+    assert module.calls[-1].get("dropout_p", 0) == spec.dropout
     seg = torch.tensor([[0] * 3 + [1] * 5 + [2] * 4, [*range(5), *[5] * 7], [0] * 12]).int()
     q, k, v = (torch.randn(3, 12, h, 32).half() for h in (4, 2, 2))
     for Tq, asked in ((1, True), (3, False), (7, True), (12, False)):
@@ -227,100 +232,53 @@ def test_deterministic_reaches_the_package_and_no_sequence_is_empty(name, instal
 
 # --- caches ---
 
-
-def check_cache(name: str, start: list[int], count: list[int], Tq: int, places: int,
-                page_size: int | None, window: int | None, device: str = "cpu",
-                D: int = 32, **scores: Any) -> None:
-    """Tq new tokens a row, of which count[b] are real, after start[b]; unused places hold loud
-    numbers. Without page_size the cache is static."""
-    more = {n: x for n, x in scores.items() if isinstance(x, Tensor)}
-    spec = Spec(4, 2, D, "float16", window=window, grad=False, page_size=page_size,
-                cache="static" if page_size is None else "paged", sinks="sinks" in scores,
-                alibi="alibi_slopes" in scores,
-                **{n: x for n, x in scores.items() if n not in more})
-    q, k, v = (torch.randn(len(start), max(start) + Tq, heads, D).to(device, torch.float16)
-               for heads in (4, 2, 2))
-    stored = [torch.full((len(start), places, 2, D), loud).to(q) for loud in (9.0, 99.0)]
-    for (b, n), (t, new) in itertools.product(enumerate(start), zip(stored, (k, v))):
-        end = min(n + count[b], places)  # this call's tokens are stored, too
-        t[b, :end] = new[b, :end]
-    fresh = torch.stack([q[b, n : n + Tq] for b, n in enumerate(start)])
-    k_held, v_held, view = filled_cache(*stored, spec)
-    with torch.no_grad():
-        out = BACKENDS[name].attend(fresh, k_held, v_held, spec, cache=view(start, count), **more)
-    assert out.shape == fresh.shape and out.isfinite().all()
-    for b, (n, m) in enumerate(zip(start, count, strict=True)):
-        if m == 0 or n + m > places:
-            continue  # nothing real, or a row that has ended
-        args = [fresh[b : b + 1, :m], k[b : b + 1, : n + m], v[b : b + 1, : n + m]]
-        args.append(torch.ones_like(args[0]))
-        plain, truth = (f(*args, window=window, **scores) for f in (oracle.plain, oracle.attention))
-        oracle.check(oracle.Result(out[b : b + 1, :m]), plain, truth, torch.float16)
-
-
-CACHED = {  # start, count, Tq, places
-    "prefill": ([0, 0, 0], [20, 7, 13], 20, 32),
-    "decode": ([33, 5, 16], [1, 1, 1], 1, 48),
-    "chunk": ([30, 3, 17], [9, 5, 0], 9, 48),
-    "full": ([28, 31, 32], [4, 1, 0], 4, 32),  # padding stands past the end
-    "ended": ([20, 40], [1, 1], 1, 32),  # a row that has ended runs past the cache
-}
-SCORES = {
+SCORES: dict[str, dict[str, Tensor]] = {
     "flash_attn_2": {"alibi_slopes": torch.tensor([0.5, 0.3, 0.1, 0.0])}, "flash_attn_3": {},
     "flash_attn_4": {"sinks": torch.tensor([1.0, 2.0, 3.0, 4.0])}}
 
 
-def places_of(name: str, asked: str, paged: bool) -> tuple[list[int], list[int], int, int, Any]:
+def cached(name: str, paged: bool, scores: Any = (), **options: Any) -> Spec:
     """2 reads pages of 256."""
-    start, count, Tq, places = CACHED[asked]
-    if paged and name == "flash_attn_2":
-        return [n + 240 * (n // 16) for n in start], count, Tq, 16 * places, 256
-    return start, count, Tq, places, 16 if paged else None
+    size = {"cache": "paged", "page_size": 256 if name == "flash_attn_2" else 16}
+    return Spec(4, 2, 32, "float16", grad=False, sinks="sinks" in scores,
+                alibi="alibi_slopes" in scores, **(size if paged else {"cache": "static"}),
+                **options)
 
 
 @pytest.mark.parametrize("name", GENERATIONS)
-@pytest.mark.parametrize("asked", CACHED)
-@pytest.mark.parametrize("window, right", few([(6, 4), (None, 0), (6, 0), (None, None)], 2))
 @pytest.mark.parametrize("paged", [True, False])
-def test_caches_are_read(name, asked, window, right, paged, installed) -> None:
+def test_any_view_of_a_cache(name, paged, installed) -> None:
     module = installed(name)
-    if asked == "ended" and (paged or right != 0):
-        return
-    check_cache(name, *places_of(name, asked, paged), window, right=right)
-    check_cache(name, *places_of(name, asked, paged), window, scale=0.4, softcap=3.0,
-                **SCORES[name])
-    assert len(module.calls) == 2
+
+    @settings(max_examples=15, deadline=None)
+    @given(st.data(), st.sampled_from([(None, 0), (6, 0), (6, 4), (None, None)]), st.booleans())
+    def check(data, sides, scored) -> None:
+        scores = SCORES[name] if scored and sides[1] == 0 else {}
+        more = {"scale": 0.4, "softcap": 3.0} if scored else {}
+        spec = cached(name, paged, scores, window=sides[0], right=sides[1], **more)
+        module.calls.clear()
+        oracle.check_view(name, spec, *data.draw(oracle.views(not paged and sides[1] == 0)),
+                          **scores)
+        assert len(module.calls) == 1
+
+    check()
 
 
-# --- prebuilt kernels from the hub ---
+# --- what is installed ---
 
 
 @pytest.mark.parametrize("name", ["flash_attn_2", "flash_attn_3"])
 def test_the_hub_is_asked_only_if_it_may_be_and_for_a_fixed_commit(name, monkeypatch) -> None:
-    asked, module = [], ModuleType("kernels")
-    module.__spec__ = ModuleSpec("kernels", None)
-
-    def get_kernel(repo_id: str, *, revision: str | None = None, version: int | None = None,
-                   trust_remote_code: bool = False) -> ModuleType:
-        asked.append((repo_id, revision))
-        return STAND_INS[name][1]()
-
-    module.get_kernel = get_kernel  # type: ignore[attr-defined]
+    calls = kernels.hub_of(monkeypatch, lambda _: STAND_INS[name]())
     monkeypatch.setattr(flash, "_loaded", {})
-    for package_name, found in (("kernels", module), ("flash_attn", None),
-                                ("flash_attn_interface", None)):  # None: an import raises
-        monkeypatch.setitem(sys.modules, package_name, found)
     spec, there = Spec(2, 2, 32, "float16"), replace(H100, packages={"kernels": "0.14"})
     assert "--attention_hub_kernels" in admit(name, spec, there)[1][0]
     backend, why_not = admit(name, spec, there, Policy(hub_kernels=True))
-    assert not why_not and not asked
+    assert not why_not and not calls
     assert probe(backend, spec, "cpu").why == probe(backend, spec, "cpu").why == ()
-    [(repository, commit)] = asked  # once a process
+    [(repository, commit)] = calls  # once a process
     assert repository == f"kernels-community/flash-attn{name[-1]}"
-    assert len(commit) == 40 and set(commit) <= set("0123456789abcdef")
-
-
-# --- what is installed ---
+    assert re.fullmatch("[0-9a-f]{40}", commit or "")
 
 
 @pytest.mark.parametrize("order", ["4", "4 2", "2 4"])
@@ -333,10 +291,9 @@ def test_flash_attn_2_and_4_side_by_side(order, tmp_path, monkeypatch) -> None:
         "2": ("flash_attn", "2.8.3", {init: "__version__ = '2.8.3'", cute: "import os; os.no"}),
         "4": ("flash_attn_4", "4.0.0b27", {cute: "__version__ = '0.0.0'"})}
     for name, version, files in (wheels[generation] for generation in order.split()):
-        title = name.replace("_", "-")
-        metadata = f"Metadata-Version: 2.4\nName: {title}\nVersion: {version}\n"
-        info = f"{name}-{version}.dist-info"
-        files = files | {f"{info}/METADATA": metadata, f"{info}/top_level.txt": "flash_attn\n"}
+        info, title = f"{name}-{version}.dist-info", name.replace("_", "-")
+        files |= {f"{info}/METADATA": f"Metadata-Version: 2.4\nName: {title}\nVersion: {version}\n",
+                  f"{info}/top_level.txt": "flash_attn\n"}
         for file, text in files.items():  # what pip leaves of a wheel, over the files of others
             (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / file).write_text(text)
@@ -357,31 +314,17 @@ def test_flash_attn_2_and_4_side_by_side(order, tmp_path, monkeypatch) -> None:
     import_version.cache_clear()
 
 
-@pytest.mark.parametrize("generation, capability, grad, runs", [
-    (3, (8, 0), True, True), (3, (8, 6), True, False), (3, (9, 0), True, True),
-    (4, (8, 6), False, True), (4, (8, 6), True, False), (4, (12, 0), True, True),
-    (4, (11, 0), True, True), (4, (7, 5), False, False)])
-def test_the_gpus_of_prebuilt_3_and_of_4(generation, capability, grad, runs) -> None:
-    """flash-attn3/build.toml of kernels-community; flash_attn/cute/interface.py of 4.0.0b27."""
-    here = {"kernels": "0.14", "flash_attn.cute": "4.0.0b27"}
-    there = replace(H100, capability=capability, packages=here)
-    spec = replace(BF16, grad=grad)
-    _, why = admit(f"flash_attn_{generation}", spec, there, Policy(hub_kernels=True))
-    assert (not why) == runs, why
-
-
 # --- the real packages ---
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", GENERATIONS)
-@pytest.mark.parametrize("asked", CACHED)
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize("paged", [True, False])
-def test_real_caches(name, asked, window, paged) -> None:
-    *rows, page_size = places_of(name, asked, paged)
-    spec = Spec(4, 2, 64, "float16", window=window, grad=False, page_size=page_size,
-                cache="paged" if paged else "static")
+def test_real_caches(name, window, paged) -> None:
+    spec = replace(cached(name, paged), head_dim=64, window=window)
     if reasons := get(name).why_not(spec, need("cuda", name)):
         (pytest.fail if name in REQUIRED else pytest.skip)("; ".join(reasons))
-    check_cache(name, *rows, page_size, window, "cuda", D=64)
+    for rows in ([(0, 20), (0, 7), (0, 13)], [(33, 1), (5, 1), (16, 1)], [(30, 9), (3, 5), (17, 0)],
+                 [(300, 4), (303, 1), (304, 0)]):
+        oracle.check_view(name, spec, rows, 304, "cuda")

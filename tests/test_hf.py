@@ -21,7 +21,7 @@ import kernels
 import pytest
 import torch
 from conftest import every
-from hf_table import CASES, MODELS, build, cell, run
+from hf_table import CASES, ENCODERS, MODELS, build, cell, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -172,7 +172,7 @@ def test_padding_on_any_side_and_any_positions_of_it(name: str) -> None:
     changes = OPT if name == "opt" else {}
     own, ours = (build(name, how, **changes) for how in ("eager", "nanoattn:manual"))
 
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=25, deadline=None)
     @given(form=st.sampled_from([*FORMS]), masked=st.booleans(), wide=st.booleans(),
            ends=st.tuples(*[st.tuples(st.integers(0, 19), st.integers(0, 19))] * 2))
     def check(form: str, masked: bool, wide: bool, ends: Any) -> None:
@@ -231,38 +231,25 @@ def test_a_downloaded_config_runs_no_code(tmp_path: Path, capsys) -> None:
     assert "it ran" not in capsys.readouterr().out
 
 
-def test_gpt2s_scale_of_each_layer_is_honoured_or_refused() -> None:
-    asked = {"scale_attn_by_inverse_layer_idx": True}
-    with torch.no_grad():
-        want = build("gpt2", "eager", **asked)(IDS).logits
-        model = build("gpt2", "nanoattn:manual", **asked)
-        try:
-            torch.testing.assert_close(model(IDS).logits, want)
-        except BackendUnavailable as e:
-            assert VERSION < (5, 0) and "does not pass its scale" in str(e)
-
-
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+@pytest.mark.parametrize("name, cache", [
+    ("llama", "dynamic"), ("mistral", "dynamic"), ("mistral", "static"), ("gemma2", "static")])
 def test_a_prompt_in_three_parts(name: str, cache: str) -> None:
     ids, tokens = hf_table.batch("left-padded")
-    for implementation in ("nanoattn:tiled", "nanoattn:manual"):
-        model = build(name, implementation)
-        old = {"max_batch_size": 2} if VERSION < (5, 0) else {}
-        sizes = {"config": model.config, "max_cache_len": 32} | old
-        dynamic = cache == "dynamic"
-        kept = transformers.DynamicCache() if dynamic else transformers.StaticCache(**sizes)
-        seen, logits = 0, []
-        for part in ids.split([9, 7, 4], dim=1):
-            at = torch.arange(seen, seen + part.shape[1])
-            seen += part.shape[1]
-            more: dict[str, Any] = {"cache_position": at} if old else {}
-            with torch.no_grad():
-                out = model(part, attention_mask=tokens[:, :seen], past_key_values=kept,
-                            position_ids=at.expand(2, -1), **more)
-            logits.append(out.logits)
-        joined = torch.cat(logits, dim=1)[tokens.bool()]
-        hf_table.check(name, "left-padded", {"logits": joined})
+    model = build(name, "nanoattn:tiled" if cache == "dynamic" else "nanoattn:manual")
+    old = {"max_batch_size": 2} if VERSION < (5, 0) else {}
+    kept = transformers.DynamicCache() if cache == "dynamic" else transformers.StaticCache(
+        config=model.config, max_cache_len=32, **old)
+    seen, logits = 0, []
+    for part in ids.split([9, 7, 4], dim=1):
+        at = torch.arange(seen, seen + part.shape[1])
+        seen += part.shape[1]
+        more: dict[str, Any] = {"cache_position": at} if old else {}
+        with torch.no_grad():
+            out = model(part, attention_mask=tokens[:, :seen], past_key_values=kept,
+                        position_ids=at.expand(2, -1), **more)
+        logits.append(out.logits)
+    joined = torch.cat(logits, dim=1)[tokens.bool()]
+    hf_table.check(name, "left-padded", {"logits": joined})
 
 
 # --- how models are used ---
@@ -347,97 +334,26 @@ def test_the_report_names_layers_kernels_calls_and_refusals() -> None:
 
 # --- encoders and cross-attention ---
 
-_SIZES = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-          "num_attention_heads": 4}
-_IMAGES = {"image_size": 16, "patch_size": 4, "hidden_size": 32, "intermediate_size": 48,
-           "num_hidden_layers": 2, "num_attention_heads": 4}
-_SPEECH = {"vocab_size": 61, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2,
-           "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48,
-           "decoder_ffn_dim": 48}
-ENCODERS: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("bert", "roberta", "electra", "xlm-roberta", "albert"), _SIZES),
-    "layoutlm": _SIZES,  # its mask has one row for all queries
-    "distilbert": {"vocab_size": 61, "dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4},
-    "modernbert": _SIZES | {
-        "local_attention": 6, "global_attn_every_n_layers": 2, "reference_compile": False,
-        **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id",
-                         "sep_token_id"), 0)},
-    "llama": hf_table.MODELS["llama"] | {"is_causal": False},
-    "gemma3_text": hf_table.MODELS["gemma3_text"] | {"use_bidirectional_attention": True},
-    **dict.fromkeys(("vit", "clip_vision_model", "dinov2"), _IMAGES),
-    "siglip_vision_model": _IMAGES | {"vision_use_head": False},  # by torch's own module
-    "clip_text_model": _SIZES,
-    "whisper": _SPEECH | {"num_mel_bins": 8, "max_source_positions": 10, "pad_token_id": 0,
-                          "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1},
-    "bart": _SPEECH | {"max_position_embeddings": 32},
-}
-ENCODERS = {n: c for n, c in ENCODERS.items() if n in transformers.CONFIG_MAPPING}
-
-
-def encoder(name: str, implementation: str) -> Any:
-    config = transformers.AutoConfig.for_model(name, **ENCODERS[name])
-    torch.manual_seed(0)
-    return transformers.AutoModel.from_config(config, attn_implementation=implementation).eval()
-
-
-def encoder_inputs(name: str, mask: Tensor | None) -> dict[str, Tensor]:
-    draw = torch.Generator().manual_seed(0)
-    ids = torch.randint(3, 61, (3, 20), generator=draw)
-    if name in ("whisper",):
-        sound = torch.randn(3, 8, 20, generator=draw)
-        return {"input_features": sound, "decoder_input_ids": ids[:, :7]}
-    if "image_size" in ENCODERS[name]:
-        return {"pixel_values": torch.randn(2, 3, 16, 16, generator=draw)}
-    asked = {"input_ids": ids} | ({} if mask is None else {"attention_mask": mask})
-    return asked | ({"decoder_input_ids": ids[:, :7]} if name == "bart" else {})
-
-
-TEXTS = torch.ones(3, 20, dtype=torch.long)  # two of one length, with another between
-TEXTS[1, 13:] = 0
-PADDINGS = {"full": None, "right-padded": TEXTS, "left-padded": TEXTS.flip(1)}
-
-
 encoders = pytest.mark.skipif(VERSION < (5, 0), reason="transformers before 5 refuses encoders")
 
 
 @encoders
-@pytest.mark.parametrize("padding", PADDINGS)
-@pytest.mark.parametrize("name", ENCODERS)
-def test_encoders_and_cross_attention(name: str, padding: str) -> None:
-    mask = PADDINGS[padding]
-    asked = encoder_inputs(name, mask)
-    if mask is not None and "attention_mask" not in asked:
-        pytest.skip("an input without padding")
-    asked = {n: t.double() if t.is_floating_point() else t for n, t in asked.items()}
-    found = []
-    for implementation in ("eager", "nanoattn:auto"):
-        model = encoder(name, implementation).double()
-        with hf_table.finite_masks():
-            hidden = model(**asked).last_hidden_state
-        if mask is not None and hidden.shape[1] == 20:
-            hidden = hidden[mask.bool()]
-        leaves = [p for p in model.parameters() if p.requires_grad]
-        torch.manual_seed(1)
-        dout = torch.randn_like(hidden)  # of squares a normalization makes a constant
-        grads = torch.autograd.grad(hidden, leaves, dout, allow_unused=True)
-        found.append([hidden, *(g for g in grads if g is not None)])
-    for got, want in zip(found[1], found[0], strict=True):
-        size = max(1.0, float(want.detach().abs().max()))  # Llama's eager softmax is in float32
-        torch.testing.assert_close(got, want, rtol=0, atol=1e-5 * size)
-    layers = hf.report(model)
-    assert all(layer.ran for layer in layers)
-    assert name == "clip_text_model" or any(
-        spec.right != 0 for layer in layers for spec, *_ in layer.ran)
+@pytest.mark.parametrize("name", every(2, [
+    n for n in ENCODERS if n.partition(",")[0] in transformers.CONFIG_MAPPING]))
+def test_encoders_and_cross_attention(name: str) -> None:
+    texts = "attention_mask" in hf_table.inputs(name, "left-padded")
+    for case in ("full", "left-padded", "right-padded", "training")[:: 1 if texts else 3]:
+        assert cell(name, "sdpa", case) == ""
 
 
 @encoders
 def test_attention_weights_of_a_model() -> None:
     for name, key in (("bert", "attentions"), ("bart", "cross_attentions"),
-                      ("llama", "attentions")):
-        asked = encoder_inputs(name, TEXTS)
-        want = encoder(name, "eager")(**asked, output_attentions=True)[key]
+                      ("llama, both sides", "attentions")):
+        asked = hf_table.inputs(name, "right-padded")
+        want = build(name, "eager")(**asked, output_attentions=True)[key]
         with pytest.warns(UserWarning, match="output_attentions"):
-            got = encoder(name, "nanoattn:auto")(**asked, output_attentions=True)[key]
+            got = build(name, "nanoattn:auto")(**asked, output_attentions=True)[key]
         assert len(got) == len(want) == 2
         for a, b in zip(got, want, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

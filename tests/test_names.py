@@ -8,11 +8,11 @@ import json
 import logging
 import sys
 from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import kernels
 import pytest
 import torch
 from checkout import ROOT
@@ -69,8 +69,6 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir(), info.mkdir(), (tmp_path / "data").mkdir()
     for path in (tmp_path / "mine.py", folder / "mine.py"):
         path.write_text(KERNEL.format(caps=""))
-    (tmp_path / "needs.py").write_text(KERNEL.format(
-        caps="dropout=False, packages=('no_such_package',)"))
     (folder / "named_sdpa.py").write_text(KERNEL.format(caps="").replace('"mine"', '"sdpa"'))
     (info / "METADATA").write_text("Metadata-Version: 2.4\nName: offered-kernels\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(ENTRY)
@@ -93,17 +91,6 @@ def test_a_kernel_runs_once_a_process_when_it_is_used(name, package, capsys) -> 
     assert {id(get(other)) for other in others} == {id(chosen.backend)}
     ran = capsys.readouterr().out
     assert ran == "it ran\n" or (ran == "" and name != "mine.py")
-
-
-def test_a_kernel_file_goes_through_caps_and_fallback(package) -> None:
-    spec = Spec(2, 2, 16, "float32", dropout=0.1)
-    chosen = select("needs.py", spec, "cpu")
-    assert chosen.backend.name == "sdpa" and chosen.requested == "needs.py"
-    for why, word in zip(chosen.rejected["mine"], ("no_such_package", "dropout"), strict=True):
-        assert word in why
-    assert "no_such_package" in attention.packages("needs.py")
-    with pytest.raises(BackendUnavailable, match="mine"):
-        select("needs.py", spec, "cpu", Policy(fallback=False))
 
 
 OWN = KERNEL.format(caps="")
@@ -164,6 +151,7 @@ def test_the_bench_takes_a_path(package) -> None:
 
 def test_entry_points_are_listed_with_their_times_or_reasons(package, capsys, monkeypatch) -> None:
     monkeypatch.setattr("attention.__main__.BACKENDS", {"manual": BACKENDS["manual"]})
+    kernels.hurry(monkeypatch)
     main(["--json", "--device=cpu", "--seq_len=16", "--n_head=2", "--head_dim=16", "--window=3"])
     found: Any = json.loads(capsys.readouterr().out.removeprefix("it ran\n"))
     rows = {row["name"]: row for row in found["backends"]}
@@ -174,9 +162,7 @@ def test_entry_points_are_listed_with_their_times_or_reasons(package, capsys, mo
 
 
 def test_a_registered_backend_has_its_names_in_this_process(monkeypatch) -> None:
-    for table in (BACKENDS, attention.names._BY_ANY_NAME):  # both as they were, afterwards
-        for name in ("mine", "mine_too"):
-            monkeypatch.setitem(table, name, None)
+    kernels.taken_back(monkeypatch, "mine", "mine_too")
     ours = Backend("mine", "a test's", get("tiled").attend, (Caps(),), "sdpa", ("mine_too",))
     assert attention.register(ours) is get("mine") is get("mine_too") is BACKENDS["mine"]
     assert select("mine_too", F32, "cpu").backend is ours
@@ -190,23 +176,16 @@ def test_a_registered_backend_has_its_names_in_this_process(monkeypatch) -> None
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """`kernels`, whose get_kernel runs REPOSITORY; its calls."""
-    calls: list[Any] = []
-    module: Any = ModuleType("kernels")
-    module.__spec__, module.__version__ = metadata.__spec__, "0.17.2"
+    """Calls of get_kernel, which runs REPOSITORY."""
 
-    def get_kernel(repo_id: str, *, revision: str | None = None, version: int | None = None,
-                   trust_remote_code: bool | list[str] = False) -> ModuleType:
-        calls.append((repo_id, revision, trust_remote_code))
+    def make(repository: str) -> ModuleType:
         found = ModuleType("found")
-        offset = "1" if "wrong" in repo_id else "k.shape[1] - q.shape[1]"
+        offset = "1" if "wrong" in repository else "k.shape[1] - q.shape[1]"
         exec(REPOSITORY.replace("CAUSAL", offset), found.__dict__)
         return found
 
-    module.get_kernel = get_kernel
-    monkeypatch.setitem(sys.modules, "kernels", module)
     import_version.cache_clear()
-    yield calls
+    yield kernels.hub_of(monkeypatch, make)
     import_version.cache_clear()
 
 
@@ -224,7 +203,7 @@ def test_the_hub_runs_with_permission_and_at_a_commit(hub) -> None:
     for changes in ({}, {"segments": True}, {"scale": 0.5}, {"right": None}):
         chosen = select(HUB, Spec(4, 2, 16, "float32", **changes), "cpu", permitted)
         assert chosen.backend.name == HUB and chosen.proof["error"] <= chosen.proof["allowed"]
-    assert hub == [("somebody/kernels", COMMIT, ["somebody/kernels"])]
+    assert hub == [("somebody/kernels", COMMIT)]
     for changes in ({"window": 4}, {"softcap": 2.0}, {"sinks": True}, {"dropout": 0.5}):
         [why] = select(HUB, Spec(4, 2, 16, "float32", **changes), "cpu", permitted).rejected[HUB]
         assert next(iter(changes)).rstrip("s") in why

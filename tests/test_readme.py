@@ -21,7 +21,6 @@ import attention
 import bench_mfu
 import checkpoint
 import sample
-from attention.__main__ import main as explained
 from attention.__main__ import parser
 from attention.check import command as check
 from bench.evaluate import TasksConfig
@@ -185,14 +184,6 @@ def chunked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.ci
 def test_the_kernel_of_the_page_passes_the_check(chunked: str) -> None:
     assert check.main([chunked, "--quick", "--device=cpu"]) == 0
-
-
-def test_the_kernel_of_the_page_explained(chunked: str, capsys: Any) -> None:
-    for words, backend in (([], "chunked"), (["--dropout=0.1"], "sdpa")):
-        explained([chunked, "--dtype=float32", *words])
-        assert f"Attention backend: {backend} (" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        explained(["no.py"])
 
 
 def test_the_mask_of_the_page(chunked: str) -> None:

@@ -1,6 +1,6 @@
 """ring.py: one sequence over 1, 2 and 4 processes against the oracle.
 
-Three and four processes are started once for all tests (`answers`); of three, two are a ring.
+Four processes are started once for all tests (`answers`).
 """
 
 from __future__ import annotations
@@ -26,44 +26,37 @@ INNER = ("tiled", "sdpa_flash")  # the kernels that run on any CPU
 # At 4 processes 97 has 7 positions of filling; of 3 and 1 most processes have filling alone.
 CASES = matrix.cases("""64, gqa-97, window1-61, window16-90 gqa, window13-96 H3 mqa split,
     packed-97, padded-window20-BHTD-77, rows-packed-97 gqa, scale-33 D20, large-64 D64,
-    size3-128 gqa, 3, 1""")
+    size3-128 gqa, 3, 1, window16-600 B1 H1 Hkv1 D16""")
 OF_THREE = [case for case in CASES if case.name in ("64", "packed-97")]
 DTYPES = ("float32", "bfloat16")
 
 
-def answers(rank: int, n: int) -> dict[str, Any]:
-    """Of three processes the last two are a ring."""
-    found: dict[str, Any] = {}
-    group = dist.new_group([1, 2]) if n == 3 else dist.group.WORLD
-    if n == 4 or rank:
-        ring = Ring(group)
-        found["cases"] = all_cases(ring)
-        found["borders"], found["layers"] = borders(ring), layers(ring)
-    if n == 4:  # two rings of two, each with its own share of the sequences
-        pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
-        share = slice(2, 4) if rank > 1 else slice(0, 2)
-        found["models"] = [trained(Ring(pairs[rank // 2]), group, share, *m) for m in MODELS[4]]
-    elif rank:
-        found["models"] = [trained(ring, group, slice(4), *m) for m in MODELS[2]]
-    if n == 3:
-        found["of three"] = all_cases(Ring(dist.group.WORLD), OF_THREE)
-    return found
+def answers(rank: int, n: int) -> dict[tuple[str, int], Any]:
+    """By what is asked, and the processes that share a sequence."""
+    world, pair = dist.group.WORLD, [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][rank // 2]
+    three, share = dist.new_group([1, 2, 3]), slice(2, 4) if rank > 1 else slice(0, 2)
+    four, two = Ring(world), Ring(pair)
+    found: dict[tuple[str, int], Any] = {
+        ("cases", 4): all_cases(four), ("cases", 2): all_cases(two), ("borders", 4): borders(four),
+        ("layers", 4): layers(four), ("layers", 2): layers(two),
+        ("models", 2): [trained(two, pair, slice(4), *m) for m in MODELS[2]],
+        # Two rings of two, each with its own share of the sequences.
+        ("models", 4): [trained(two, world, share, *m) for m in MODELS[4]]}
+    return found | ({("cases", 3): all_cases(Ring(three), OF_THREE)} if rank else {})
 
 
 @lru_cache
-def told(n: int) -> Any:
+def told() -> Any:
     try:
-        return run(answers, n, timeout=180)
+        return run(answers, 4, timeout=300)
     except AssertionError as e:
         return e  # for each of the tests, of one start
 
 
-def answer(n: int, what: str) -> list[Any]:
-    """Rings of 2 run in a start of 3."""
-    start = {2: 3}.get(n, n)
-    if isinstance(told(start), AssertionError):
-        raise told(start)
-    return [found[what] for found in told(start) if what in found]
+def answer(what: str, n: int) -> list[Any]:
+    if isinstance(told(), AssertionError):
+        raise told()
+    return [found[what, n] for found in told() if (what, n) in found]
 
 
 def place(rank: int, n: int) -> Ring:
@@ -102,7 +95,7 @@ def all_cases(ring: Ring, cases: list[Case] = CASES, inner: tuple[str, ...] = IN
 
 @pytest.mark.parametrize("n", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3, 4))])
 def test_every_case_is_right_whatever_the_number_of_processes(n) -> None:
-    by_rank = [all_cases(Ring())] if n == 1 else answer(n, "of three" if n == 3 else "cases")
+    by_rank = [all_cases(Ring())] if n == 1 else answer("cases", n)
     if n == 1 and not BACKENDS["triton"].why_not(Spec(1, 1, 16, "float32", lse=True), HERE):
         by_rank.append(all_cases(Ring(), OF_THREE[1:], ("triton",), ("float32",)))
     for found in by_rank:
@@ -137,7 +130,7 @@ def borders(ring: Ring, T: int = 29) -> None:
 
 @pytest.mark.parametrize("n", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_nothing_leaks_across_the_borders_of_chunks_and_processes(n) -> None:
-    assert [None] * n == (answer(n, "borders") if n > 1 else [borders(Ring())])
+    assert [None] * n == (answer("borders", n) if n > 1 else [borders(Ring())])
 
 
 def layers(ring: Ring) -> bool:
@@ -157,7 +150,7 @@ def layers(ring: Ring) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("n", [2, 4])
 def test_the_backward_pass_takes_the_keys_of_its_own_forward_pass(n) -> None:
-    assert all(answer(n, "layers"))
+    assert all(answer("layers", n))
 
 
 # --- without processes ---
@@ -231,7 +224,7 @@ def test_a_model_over_rings_has_the_loss_and_the_gradients_of_one_process(n, whi
     if n == 1:
         all_found = [trained(Ring(), None, slice(4), asked, *how)]
     else:
-        all_found = [found[which] for found in answer(n, "models")]
+        all_found = [found[which] for found in answer("models", n)]
     for got in all_found:
         for a, b in zip(got, want, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)

@@ -11,16 +11,16 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import oracle
 import pytest
 import torch
 from conftest import few
 from torch import Tensor
 
-from attention import Machine, Spec, get, is_code, resolve
+from attention import Machine, Spec, get
 from attention.check import matrix
 from attention.check.matrix import Case
 from attention.masks import mask
@@ -73,22 +73,22 @@ def test_tiles_that_no_row_sees_are_not_read(tiles, case: Case) -> None:
         skipped += int(unseen.sum()) // b
         v = given.v.clone()
         v[:, unseen] = torch.nan
-        got = run(attend, given._replace(v=v), spec, times=0)
+        got = run(attend, oracle.altered(given, v=v), spec, times=0)
         assert torch.equal(got.out[:, rows], want.out[:, rows])
     assert skipped > 0
     dout = given.dout.clone()
     dout[:, -b:] = torch.nan  # these rows' gradient reaches only the tiles that they see
-    got = run(attend, given._replace(dout=dout), spec)
+    got = run(attend, oracle.altered(given, dout=dout), spec)
     far = ~sees[-b:].view(b, -1, b).any(0).any(-1).repeat_interleave(b)
     for name in ("dk", "dv"):
         assert torch.equal(got.tensors[name][:, far], want.tensors[name][:, far])
 
 
 def test_offsets_beyond_32_bits() -> None:
-    """Batch 1 begins 2^31 numbers after batch 0, or row 256 does. Of the 4 GB few pages are touched
-    (on a CPU)."""
+    """By 32-bit strides batch 2 begins 2^31 numbers after batch 0, or row 256 does. Of the 4 GB few
+    pages are touched (on a CPU)."""
     room = torch.empty(2**31 + 2**24, dtype=torch.float16, device=DEVICE)
-    far_batch = [room[n * 512 :].as_strided((2, 16, 1, 16), (2**31, 16, 16, 1)) for n in range(4)]
+    far_batch = [room[n * 512 :].as_strided((3, 16, 1, 16), (2**30, 16, 16, 1)) for n in range(4)]
     far_rows = [room[n * 512 :].as_strided((1, 258, 1, 16), (0, 2**23, 16, 1)) for n in range(4)]
     spec = Spec(1, 1, 16, "float16", window=8)
     for tensors in (far_batch, far_rows):
@@ -99,41 +99,14 @@ def test_offsets_beyond_32_bits() -> None:
         assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
 
 
-# --- dropout ---
-
-
-def revealed(spec: Spec, B: int, seed: int) -> Tensor:
-    """M, (B, T, H, T) bool: with q = k = 0 and v the identity, out is M / (1 - p) / (i + 1)."""
-    D = spec.head_dim
-    zeros = torch.zeros(B, D, spec.n_head, D, device=DEVICE)
-    eye = torch.eye(D, device=DEVICE)[None, :, None].expand(B, D, spec.n_head, D)
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        return (attend(zeros, zeros, eye, spec) != 0).cpu()
-
-
 def test_what_a_tile_has_past_the_last_query_overflows_nowhere() -> None:
     """ALiBi's scores grow for queries before every key, and slopes below 0."""
     case = Case("steep", 33, 17, right=9, alibi=True, B=1, H=2, Hkv=2, D=16)
     spec, given = case.spec("float32"), matrix.inputs(case, "float32", DEVICE)
-    given = given._replace(alibi_slopes=torch.tensor([9.0, -9.0], device=DEVICE))
+    given = oracle.altered(given, alibi_slopes=torch.tensor([9.0, -9.0], device=DEVICE))
     found = both_passes([*given], spec, partial(attend, **given.options))
     for got, want in zip(found, truth(given, spec).tensors.values(), strict=True):
         torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.ci
-def test_no_two_sequences_heads_rows_or_seeds_share_a_mask() -> None:
-    spec = Spec(2, 2, 64, "float32", dropout=0.5)
-    mask = torch.cat([revealed(spec, 2, seed) for seed in (1, 2)])  # (4, 64, 2, 64)
-    full = mask[:, 32:, :, :32]  # rows that see at least these 32 keys
-    rows = {tuple(r.tolist()) for r in full.transpose(1, 2).reshape(-1, 32)}
-    assert len(rows) == 4 * 32 * 2  # 256 rows of 32 fair bits: two alike once in 10^5
-    share = full.float().mean(dim=(0, 1, 2))  # of each key: 256 draws, 5 standard deviations
-    assert ((share - 0.5).abs() < 5 * 0.5 / 256**0.5).all()
-    neighbours = (full[..., 1:] == full[..., :-1]).float().mean()
-    assert abs(float(neighbours) - 0.5) < 5 * 0.5 / (256 * 31) ** 0.5
 
 
 @pytest.mark.gpu
@@ -170,48 +143,28 @@ def test_other_backward_kernels_give_the_numbers_of_the_oracle(name, case) -> No
     matrix.check(get(name), case, "float16", DEVICE)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_they_run_where_they_fit_else_triton_does(name, monkeypatch) -> None:
-    assert not is_code(name)
-    assert resolve(name, TO_TRAIN, H100).backend.name == name
-    assert (resolve(name, TO_TRAIN, A100).backend.name == name) == (name != "triton:tma")
-    for spec in (Spec(12, 12, 136, "bfloat16"), Spec(12, 12, 64, "float32")):
-        assert resolve(name, spec, H100).backend.name != name
-    monkeypatch.setenv("NANOATTN_DISABLE", "triton")
-    assert resolve(name, TO_TRAIN, H100).backend.name not in ("triton", name)
-
-
-def test_only_where_they_run_and_to_train_there_is_more_to_time() -> None:
-    few = timed(replace(TO_TRAIN, grad=False), H100)
-    assert {*timed(TO_TRAIN, H100)} - {*few} == {*NAMES} - {"triton:tma"}
-    assert timed(replace(TO_TRAIN, head_dim=80), H100) == few
-    assert timed(TO_TRAIN, Machine("cpu", "cpu")) == few
-
-
 # --- compiled for other GPUs ---
 
 PAGE = ptxas.PAGE.read_text(encoding="utf-8")
-# Features beside the causal mask, and the bytes that they may spill by Triton 3.7.1; 3.9: 1/8 more.
-SPILLS: dict[ptxas.Case, int] = {
-    (90, "bf16", 64, "forward", "softcap sinks"): 0,
-    (90, "bf16", 64, "forward", "window run seed"): 0,
-    (90, "bf16", 64, "forward", "slopes window"): 0,
-    (90, "bf16", 64, "dq", "slopes"): 0,
-    (90, "bf16", 64, "dkdv", "slopes group"): 104,
-    (90, "bf16", 256, "decode", "slopes group"): 0,
-    (80, "bf16", 64, "forward", "seed"): 820,
-    (80, "bf16", 64, "dq", "softcap sinks"): 16,
-    (90, "bf16", 128, "dkdv", "group"): 176,
-    (90, "fp16", 80, "dkdv", "window run seed group"): 652,
-    (90, "fp16", 80, "dkdv", "window run seed group softcap"): 992,
-    (75, "fp16", 80, "dkdv", "window run seed group"): 72,
-    (90, "bf16", 256, "decode", "softcap group"): 0,
-    (75, "fp16", 80, "combine", "sinks"): 0,
-}
-SHOWN: list[ptxas.Case] = [  # one cell of the table for each GPU
+# One cell of the table for each GPU; features beside the causal mask; other tiles, TMA descriptors.
+SHOWN: list[ptxas.Case] = [
     (75, "fp16", 128, "dq", ""), (80, "bf16", 128, "decode", ""), (86, "bf16", 64, "forward", ""),
     (89, "bf16", 64, "dq", ""), (90, "bf16", 64, "forward", ""), (100, "bf16", 128, "forward", ""),
     (120, "fp32", 128, "dkdv", "")]
+FEATURED: list[ptxas.Case] = [
+    *((90, "bf16", 64, "forward", features)
+      for features in ("softcap sinks", "window run seed", "slopes window")),
+    (90, "bf16", 64, "dq", "slopes"), (90, "bf16", 64, "dkdv", "slopes group"),
+    *((90, "bf16", 256, "decode", features) for features in ("slopes group", "softcap group")),
+    (80, "bf16", 64, "forward", "seed"), (80, "bf16", 64, "dq", "softcap sinks"),
+    (90, "bf16", 128, "dkdv", "group"), (75, "fp16", 80, "combine", "sinks"),
+    *((90, "fp16", 80, "dkdv", f"window run seed group{more}") for more in ("", " softcap")),
+    (75, "fp16", 80, "dkdv", "window run seed group")]
+OTHERS: list[ptxas.Case] = [
+    *((c, "bf16", 64, kernel, "", tile) for c in (80, 86, 90, 100, 120)
+      for kernel in ("dq", "dkdv") for tile in BACKWARD_TILES),
+    *((c, "bf16", 64, kernel, features) for c in (90, 100) for kernel in ("dq", "dkdv")
+      for features in ("tma", "tma window run seed group"))]
 
 
 def test_the_table_has_the_tiles_that_would_run_and_they_fit() -> None:
@@ -226,31 +179,22 @@ def test_the_table_has_the_tiles_that_would_run_and_they_fit() -> None:
 
 @pytest.mark.slow
 def test_the_kernels_compile_for_real_gpus_and_fit_them() -> None:
-    """With features, other tiles, TMA descriptors."""
     import triton
 
     if tuple(int(n) for n in triton.__version__.split(".")[:2]) < (3, 3):
         pytest.skip(f"triton {triton.__version__} has another compiler interface, this is of 3.3")
-    others = [(c, "bf16", 64, kernel, "", tile) for c in (80, 86, 90, 100, 120)
-              for kernel in ("dq", "dkdv") for tile in BACKWARD_TILES]
-    others += [(c, "bf16", 64, kernel, features) for c in (90, 100) for kernel in ("dq", "dkdv")
-               for features in ("tma", "tma window run seed group")]
-    cases = [*SHOWN, *SPILLS, *others]
+    cases = [*SHOWN, *FEATURED, *OTHERS]
     done = subprocess.run(
         [sys.executable, ptxas.__file__, json.dumps(cases)], capture_output=True, text=True,
         env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"})
-    results = [json.loads(line) for line in done.stdout.splitlines()]
-    for n, (case, got) in enumerate(zip(cases, results, strict=True)):
-        capability, dtype, _, kernel, features = case[:5]
+    for case, line in zip(cases, done.stdout.splitlines(), strict=True):
+        (capability, dtype, _, kernel, *_), got = case, json.loads(line)
         assert "error" not in got, (case, got)
         assert got["shared"] <= ptxas.SHARED[capability] << 10, (case, got)
         # Registers are dealt out by eights, and an SM has 65,536: one block at least must fit.
         assert -(-got["registers"] // 8) * 8 * 32 * got["tile"][2] <= 65536, (case, got)
-        if n >= len(cases) - len(others):
-            continue
         multiplies = dtype != "fp32" and capability >= 80 and kernel != "combine"
-        assert bool(got["tensor_cores"]) == multiplies and not got["atomics"], (case, got)
-        if features:
-            assert got["spilled"] <= SPILLS[case] * 9 // 8, (case, got)
-        elif f"Triton {triton.__version__} " in PAGE:
+        assert case in OTHERS or bool(got["tensor_cores"]) == multiplies, (case, got)
+        assert not got["atomics"] and (case not in FEATURED or got["spilled"] <= 1100), (case, got)
+        if case in SHOWN and f"Triton {triton.__version__} " in PAGE:
             assert ptxas.text_of(got) in PAGE, (case, got)

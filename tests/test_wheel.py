@@ -94,25 +94,22 @@ model(torch.arange(9)[None])
 assert out.shape == q.shape
 print(nanoattn.hf.report(model))"""
     found = run(tmp_path, "-c", before + code_of("README.md") + after)
-    assert re.search(r"^transformer\.h\.\*\.attn \(2 layers: 0, 1\): sdpa ", found, re.M)
+    assert re.search(r"^transformer\.h.*\bsdpa\b", found, re.M)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("order", ["attention, nanoattn", "nanoattn, attention"])
+@pytest.mark.parametrize("order", ["attention, nanoattn", "nanoattn, attention", "other"])
 def test_in_a_checkout_both_names_are_the_same_modules(order: str, tmp_path: Path) -> None:
+    """Another package named attention is left alone."""
     (tmp_path / "nanoattn").symlink_to(ROOT / "attention")
     code = f"""import sys, {order}
 assert nanoattn is attention and nanoattn.Spec is attention.Spec
 assert sys.modules['nanoattn.sdpa'] is sys.modules['attention.sdpa']"""
-    run(ROOT, "-c", code, python=sys.executable, path=f"{ROOT}:{tmp_path}")
-
-
-@pytest.mark.slow
-def test_another_package_named_attention_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "attention.py").write_text("other = True")
-    (tmp_path / "nanoattn").symlink_to(ROOT / "attention")
-    code = "import nanoattn, attention; assert attention.other and nanoattn.Spec"
-    run(tmp_path, "-c", code, python=sys.executable, path=str(tmp_path))
+    if order == "other":
+        (tmp_path / "attention.py").write_text("other = True")
+        code = "import nanoattn, attention; assert attention.other and nanoattn.Spec"
+    folder, path = (tmp_path, "") if order == "other" else (ROOT, f"{ROOT}:")
+    run(folder, "-c", code, python=sys.executable, path=f"{path}{tmp_path}")
 
 
 def test_the_version_is_that_of_citation_and_changelog() -> None:
