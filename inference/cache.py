@@ -10,6 +10,7 @@ append() stores k and v (B, Tq, Hkv, D), and returns what the kernel reads.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -176,7 +177,7 @@ class RowsLayer:
         return seen
 
 
-def bucket(n: int, limit: int) -> int:
+def bucket(n: int, limit: int = sys.maxsize) -> int:
     """Round n up to one of few lengths, each with a graph."""
     return min(limit, max(128, 1 << (n - 1).bit_length()))
 
