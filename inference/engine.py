@@ -64,5 +64,5 @@ def stream(model: GPT, idx: Prompts, max_new_tokens: int, **options: Any) -> Ite
 
 def _scheduler(model: GPT, idx: Prompts, max_new_tokens: int, **options: Any) -> Scheduler:
     prompts = [idx] if isinstance(idx, str) else idx
-    how = {"kv_cache": "auto", "slots": max(1, len(prompts))} | options
-    return Scheduler(model, prompts, max_new_tokens, **how)
+    options = {"kv_cache": "auto", "slots": max(1, len(prompts))} | options
+    return Scheduler(model, prompts, max_new_tokens, **options)

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_only, tree_unflatten
 
 from core.cpu import int8
-from inference.cache import Cache, StaticCache, StaticStep
+from inference.cache import Cache, StaticCache, Step
 from model import GPT
 
 KV_CACHES = ("none", "dynamic", "static", "paged")
@@ -118,7 +118,7 @@ def key(function: Callable[..., Any], args: tuple[Any, ...]) -> Hashable:
 def _of_leaf(x: Any) -> Hashable:
     if isinstance(x, Tensor):
         return x.shape, x.dtype, x.device
-    if isinstance(x, StaticStep):
+    if isinstance(x, Step):
         return x.length, *map(_place, (*x.cache.k, *x.cache.v, x.start, x.count))
     if not isinstance(x, nn.Module):
         return x
@@ -159,12 +159,12 @@ def capture(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Captur
         result = function(*tree_unflatten(fixed, tree))
     with torch.inference_mode(False):
         outputs = tree_map_only(Tensor, torch.empty_like, result)
-    values = [x for x in leaves if not isinstance(x, Tensor | StaticStep | GPT)]
+    values = [x for x in leaves if not isinstance(x, Tensor | Step | GPT)]
     graph = Captured(values, inputs, outputs)
 
     def step() -> None:
         # A copy: the step notes tensors, which would be the graph's.
-        new = [replace(x) if isinstance(x, StaticStep) else x for x in fixed]
+        new = [replace(x) if isinstance(x, Step) else x for x in fixed]
         made = function(*tree_unflatten(new, tree))
         tree_map(lambda to, t: to.copy_(t) if isinstance(t, Tensor) else None, outputs, made)
 

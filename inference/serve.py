@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Sized
 from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import islice
@@ -147,7 +147,7 @@ class Scheduler:
         )  # fmt: skip
 
     @torch.no_grad()
-    def tokens(self) -> Iterator[tuple[Row, int]]:
+    def tokens(self) -> Generator[tuple[Row, int], None, None]:
         yield from ((row, ENDED) for row in self.known if not row.room)
         ahead = 1 if self.device.type == "cuda" else 0  # steps launched before one is read
         launched: deque[Launched] = deque()
@@ -230,7 +230,7 @@ class Scheduler:
     def _contiguous(self, rows: Sequence[Row]) -> Cache:
         config, T = self.model.config, max(row.n for row in rows)
         longest = T + max(row.room for row in rows)
-        if self.kv_cache == "none" or longest == T + 1 or T >= self.block_size:
+        if self.kv_cache == "none" or longest == T + 1 or self.block_size <= T:
             return Cache()
         if self.kv_cache == "dynamic":
             return DynamicCache(
