@@ -28,11 +28,12 @@ STATES = 2**17
 ENTRIES = 2**27  # of the table
 TOO_LARGE = 3
 # An escape, a class, a count, the start of a group, or another character.
-ESCAPE = r"\\[pPx]\{\w*\}|\\."
-CLASS = r"\[\^?\]?(?:\\.|\[:\w+:\]|[^\]\\])*\]"
-PIECE = re.compile(rf"{ESCAPE}|{CLASS}|\{{\d+(?:,\d*)?\}}|\(\?(?:<?[=!]|P=|[>#(])|.", re.DOTALL)
-ANCHOR = re.compile(r"[\^$]|\\[AzbB]")
-NOT_IN_RUST = re.compile(r"\(\?.*|\{|\\[Z1-9]", re.DOTALL)
+PIECE = re.compile(
+    r"\\[pPx]\{\w*\}|\\.|\[\^?\]?(?:\\.|\[:\w+:\]|[^\]\\])*\]|\{\d+(?:,\d*)?\}"
+    r"|\(\?(?:<?[=!]|P=|[>#(])|.",
+    re.DOTALL,
+)
+UNSUPPORTED = re.compile(r"[\^${]|\\[AzbBZ1-9]|\(\?.*", re.DOTALL)
 
 Tables = tuple[np.ndarray, np.ndarray, np.ndarray]
 
@@ -117,12 +118,13 @@ def over_bytes(pattern: str, what: str) -> tuple[np.ndarray, np.ndarray]:
         import outlines_core as outlines
     except ImportError as e:
         raise ValueError(f"constraints need: pip install outlines-core ({e})") from e
+    begin = pattern[:1] == "^"
     pieces = [*PIECE.finditer(pattern)]
-    pieces = pieces[pattern[:1] == "^" :]
-    pieces = pieces[: len(pieces) - (bool(pieces) and pieces[-1][0] == "$")]
+    pieces = pieces[begin : len(pieces) - (pieces[begin:] != [] and pieces[-1][0] == "$")]
     for piece in pieces:
-        if ANCHOR.fullmatch(piece[0]):
-            raise ValueError(f"{what}: {piece[0]} at position {piece.start()} is not supported")
+        if UNSUPPORTED.fullmatch(piece[0]):
+            at = f"{piece[0]} at position {piece.start()}"
+            raise ValueError(f"{what}: {at} is not supported")
     inside = "".join(piece[0] for piece in pieces)
     tokens = {bytes([b]): [b] for b in range(256)} | {bytes([0, b]): [256 + b] for b in range(256)}
 
@@ -152,13 +154,10 @@ def _fault(pattern: str, check: Callable[[str], object]) -> str:
     """Locate a fault, which the library does not: check() each piece, then compile as Python, whose
     syntax is nearly Rust's."""
     for piece in PIECE.finditer(pattern):
-        where = f"{piece[0]} at position {piece.start()}"
-        if NOT_IN_RUST.fullmatch(piece[0]):
-            return f"{where} is not supported"
         try:
             check(piece[0] if len(piece[0]) > 1 and piece[0][0] in "\\[" else "")
         except ValueError:
-            return f"{where} is invalid"
+            return f"{piece[0]} at position {piece.start()} is invalid"
     rusty = re.sub(r"\\[pP](\w|\{\w+\})", lambda found: "x" * len(found[0]), pattern)
     try:
         with warnings.catch_warnings():

@@ -64,5 +64,5 @@ def stream(model: GPT, idx: Prompts, max_new_tokens: int, **options: Any) -> Ite
 
 def _scheduler(model: GPT, idx: Prompts, max_new_tokens: int, **options: Any) -> Scheduler:
     prompts = [idx] if isinstance(idx, str) else idx
-    options = {"kv_cache": "auto", "slots": max(1, len(prompts))} | options
-    return Scheduler(model, prompts, max_new_tokens, **options)
+    how: dict[str, Any] = {"kv_cache": "auto", "slots": max(1, len(prompts)), **options}
+    return Scheduler(model, prompts, max_new_tokens, **how)

@@ -11,9 +11,9 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache as memoize
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -38,15 +38,27 @@ def choose(model: GPT, kv_cache: str, compile: bool, rows: int = 1) -> tuple[str
     device = model.transformer.wte.weight.device
     if device.type == "cuda" and rows > 1 and int8.parameters(model):
         warn("int8 weights with several texts at a time on CUDA save memory, but are slow")
-    if kv_cache == "auto" and not compile:
-        # Hooks are Python: a graph would leave them out.
-        hooked = any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-        return ("static", "captured") if possible(device) and not hooked else ("dynamic", None)
     if kv_cache not in ("auto", *KV_CACHES):
         raise ValueError(f"kv_cache must be one of auto, {', '.join(KV_CACHES)}, got {kv_cache!r}")
     if compile and kv_cache != "static":
         raise ValueError(f"compile needs kv_cache=static, got {kv_cache}")
-    return kv_cache, "compiled" if compile else None
+    if kv_cache != "auto":
+        return kv_cache, "compiled" if compile else None
+    # Hooks are Python: a graph would leave them out.
+    hooked = any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    return ("static", "captured") if possible(device) and not hooked else ("dynamic", None)
+
+
+class Captured(NamedTuple):
+    """Keeps neither the model nor the cache alive."""
+
+    values: list[Any]  # their addresses are in the key
+    inputs: list[Tensor]
+    outputs: Any
+    replay: Callable[[], None] | None  # None: it cannot be captured
+
+
+_captured: WeakKeyDictionary[GPT, OrderedDict[Hashable, Captured]] = WeakKeyDictionary()
 
 
 def run(model: GPT, kind: str | None, function: Callable[..., Any], args: tuple[Any, ...],
@@ -135,32 +147,16 @@ def _place(t: Tensor | None) -> Hashable:
     return None if t is None else (t.data_ptr(), t.shape, t.dtype)
 
 
-@dataclass
-class Captured:
-    """Keeps neither the model nor the cache alive."""
-
-    values: list[Any]  # their addresses are in the key
-    inputs: list[Tensor]
-    outputs: Any
-    replay: Callable[[], None] | None = None
-
-
-_captured: WeakKeyDictionary[GPT, OrderedDict[Hashable, Captured]] = WeakKeyDictionary()
-
-
 def capture(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Captured, Any]:
     leaves, tree = tree_flatten(args)
-    device = next(x.device for x in leaves if isinstance(x, Tensor))
     with torch.inference_mode(False):  # later calls may be outside it
-        inputs = [x.clone() for x in leaves if isinstance(x, Tensor)]
-    buffers = iter(inputs)
-    fixed = [next(buffers) if isinstance(x, Tensor) else x for x in leaves]
+        fixed = [x.clone() if isinstance(x, Tensor) else x for x in leaves]
+    inputs = [x for x in fixed if isinstance(x, Tensor)]
+    device = inputs[0].device
     with side_stream(device):  # compiles before the capture
         result = function(*tree_unflatten(fixed, tree))
     with torch.inference_mode(False):
         outputs = tree_map_only(Tensor, torch.empty_like, result)
-    values = [x for x in leaves if not isinstance(x, Tensor | Step | GPT)]
-    graph = Captured(values, inputs, outputs)
 
     def step() -> None:
         # A copy: the step notes tensors, which would be the graph's.
@@ -168,15 +164,17 @@ def capture(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Captur
         made = function(*tree_unflatten(new, tree))
         tree_map(lambda to, t: to.copy_(t) if isinstance(t, Tensor) else None, outputs, made)
 
+    replay = None
     try:
-        graph.replay = record(step, device)
+        replay = record(step, device)
     except Exception as e:
         why: BaseException = e
         while why.__context__ is not None:
             why = why.__context__
         reason = f"{type(why).__name__}: {str(why).strip()}".partition("\n")[0]
         warn(f"the decode step cannot be captured as a CUDA graph, and is slower: {reason}")
-    return graph, result
+    values = [x for x in leaves if not isinstance(x, Tensor | Step | GPT)]
+    return Captured(values, inputs, outputs, replay), result
 
 
 def possible(device: torch.device) -> bool:

@@ -66,10 +66,6 @@ class Options:
         for name in ("top_k", "vocab_size"):
             if (value := getattr(self, name)) is not None:
                 setattr(self, name, in_range(name, value, 1))
-        given = self.constraint
-        for c in given if isinstance(given, list | tuple) else [given]:
-            if not isinstance(c, Automaton | None):
-                raise ValueError(f"constraint: expected regex(pattern, tokenizer), got {c!r:.60}")
 
     def fit(self, vocab_size: int, tokenizer: Any) -> None:
         """Check `stop` and `unused`; a tokenizer limits the ids to those with a token."""
@@ -229,9 +225,8 @@ def process(processor: Processor, tokens: Tensor, logits: Tensor, **lengths: Ten
     return made.to(logits.dtype)
 
 
-def process_rows(
-    processor: Processor, texts: Tensor, logits: Tensor, lengths: Sequence[int]
-) -> Tensor:
+def process_rows(processor: Processor, texts: Tensor, logits: Tensor,
+                 lengths: Sequence[int]) -> Tensor:  # fmt: skip
     """Process logits (B, V) of texts[b, : lengths[b]], rows of one length at once."""
     logits = logits.float()
     made = torch.empty_like(logits)

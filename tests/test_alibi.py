@@ -11,7 +11,7 @@ import torch
 import checkpoint
 from core.settings import UserError
 from model import GPT, GPTConfig, alibi_slopes
-from viewer.maps import maps, scores, watched, weights
+from viewer.document import maps, scores, watched, weights
 
 SIZES: dict[str, Any] = {"block_size": 24, "vocab_size": 37, "n_layer": 2, "n_head": 4,
                          "n_embd": 32, "position": "alibi"}

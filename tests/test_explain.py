@@ -23,9 +23,8 @@ from core.settings import UserError
 from data.tokenizer import CharTokenizer
 from explain import ExplainConfig
 from model import GPT, GPTConfig
-from viewer.document import Document, pack, token_of, unpack
-from viewer.maps import maps, watched
-from viewer.text import render
+from viewer.document import Document, maps, pack, token_of, unpack, watched
+from viewer.page import as_text as render
 
 PROMPT = "to be or not to be that is it"
 TOKENIZER = CharTokenizer([*map(chr, range(32, 127)), "\n", "\u2028"])

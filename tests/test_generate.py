@@ -379,7 +379,7 @@ def test_invalid_options_are_named(kv) -> None:
         *(({"stop": stop}, "stop.*'x'") for stop in ("x", ["x"], [3, "x"])),
         ({"stop": [3, 37]}, "stop.* 36.*37"), ({"stop": torch.tensor([1.0])}, r"stop.*1\."),
         ({"stop": np.array([True])}, "stop.*True"), ({"unused": [-1]}, "unused.*-1"),
-        ({"vocab_size": 9, "unused": [9]}, "unused.* 8.* 9"), ({"constraint": ["a+", None]}, "a"),
+        ({"vocab_size": 9, "unused": [9]}, "unused.* 8.* 9"),
         ({"logits_processor": lambda tokens, logits: logits.tolist()}, "logits_processor.*list"),
         ({"logits_processor": lambda tokens, logits, lengths: logits[:1]}, r"\(1, 37\)"),
         *(({"max_new_tokens": n}, f"max_new_tokens.*{re.escape(repr(n))}")
