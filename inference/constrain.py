@@ -55,7 +55,7 @@ class Automaton(nn.Module):
             state = START if self.starts is None else self.starts[row]
             if 0 < room < (n := self.shortest[state]):
                 raise UserError(f"the shortest match has {n} tokens, max_new_tokens is {room}")
-            states.append([state, max(1, room)])
+            states.append([state, min(max(1, room), NEVER)])
         return to_device(torch.tensor(states), self.transition.device)
 
     def forward(self, logits: Tensor, state: Tensor) -> Tensor:
