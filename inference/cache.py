@@ -48,9 +48,6 @@ class Cache:
     def length(self, row: int) -> int:
         return 0
 
-    def free(self, row: int) -> None:
-        pass
-
 
 class DynamicLayer:
     """At least the last window - 1 tokens of a layer."""
@@ -291,9 +288,6 @@ class PagedCache(Cache):
 
     def length(self, row: int) -> int:
         return self.pool.length(row)
-
-    def free(self, row: int) -> None:
-        self.pool.free(row)
 
     def reserve(self, T: int, counts: Numbers = None, rows: Numbers = None) -> Step:
         """Raises as PagePool.grow()."""

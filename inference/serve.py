@@ -159,7 +159,7 @@ class Scheduler:
                 while len(launched) > (ahead if self.rows or self.waiting else 0):
                     yield from self._read(*launched.popleft())
         finally:
-            self._free([*self.rows])
+            self._leave(interrupted=True)
 
     def _read(
         self, rows: Sequence[Row], tokens: Callable[[], list[list[int]]]
@@ -194,16 +194,14 @@ class Scheduler:
         stops = self.options.stop_strings
         return pieces(new, self.model.tokenizer, row.text or "", row.prompt, stops)
 
-    def _leave(self) -> None:
-        done = [row for row in self.rows if row.done]
-        if len(done) == len(self.rows) or self.cache.pool is not None:
-            self._free(done)
-
-    def _free(self, rows: Sequence[Row]) -> None:
-        for row in rows:
-            self.rows.remove(row)
-            self.cache.free(row.slot)
-        if self.cache.pool is None and not self.rows:
+    def _leave(self, interrupted: bool = False) -> None:
+        done = [row for row in self.rows if row.done or interrupted]
+        if self.cache.pool is not None:
+            for row in done:
+                self.rows.remove(row)
+                self.cache.pool.free(row.slot)
+        elif len(done) == len(self.rows):
+            self.rows = []
             self._drop_cache()
 
     def _drop_cache(self) -> None:
@@ -242,20 +240,18 @@ class Scheduler:
         return graphs.static_cache(self.model, len(rows), max_len, self.graph)
 
     def _admit_to_pages(self, coming: Sequence[Row], pool: PagePool) -> None:
-        admitted: list[list[int]] = []
         for row in coming:
             shared = row.prompt if row.most <= self.block_size else []
             slot = row.slot = pool.new(shared)
             if not self._fit([*self.rows, row], pool):
                 pool.free(slot)
                 break
-            # It may compute a page to share.
             n = pool.length(slot) + pool.page_size
-            if n < len(shared) and any(other[:n] == shared[:n] for other in admitted):
-                pool.free(slot)
+            new = (other.prompt for other in self.rows if other.n == len(other.prompt))
+            if n < len(shared) and any(other[:n] == shared[:n] for other in new):
+                pool.free(slot)  # the other computes a page to share
                 continue
             self._begin(row, slot)
-            admitted += [shared] * bool(shared)
             self.stats.shared_pages += pool.length(slot) // pool.page_size
 
     def _fit(self, rows: Sequence[Row], pool: PagePool) -> bool:
