@@ -1,8 +1,7 @@
-"""The automaton over tokens of a regular expression, computed in its own process: the library
-returns to Python only when it is done.
+"""A regular expression's automaton over tokens, in its own process: nothing interrupts the library.
 
-    regular expression  ->  automaton over bytes  ->  automaton over tokens
-                              (n states, 256)           (n states, classes)
+regular expression  ->  automaton over bytes  ->  automaton over tokens
+                          (n states, 256)           (n states, classes)
 """
 
 from __future__ import annotations
@@ -96,8 +95,7 @@ def tables_of(pattern: str, what: str, tokens: list[bytes], stop: list[int]) -> 
 
 
 def table(allowed: np.ndarray, token_class: np.ndarray, least: Any) -> Tables:
-    """Next states (states, classes), classes (V,), fewest tokens to a match (states,). Class 0 is
-    DEAD."""
+    """Next states (states, classes), classes (V,), fewest tokens to a match (states,)."""
     # Columns may differ in removed states only.
     columns, same = np.unique(allowed, axis=1, return_inverse=True)
     transition = np.pad(columns, ((START, 0), (0, 0)), constant_values=DEAD).astype(np.int32)
@@ -106,13 +104,11 @@ def table(allowed: np.ndarray, token_class: np.ndarray, least: Any) -> Tables:
 
 
 def over_bytes(pattern: str, what: str) -> tuple[np.ndarray, np.ndarray]:
-    """Next states (n, 256), and (n,) True if accepting, by outlines-core 0.2.14. The first state is
-    the start, the last is dead.
+    """Next states (n, 256), and (n,) True if accepting; the first is the start, the last is dead.
 
-    The library stops at the first match ("a|ab" never matches "ab"): a NUL follows the pattern, and
-    a state accepts if NUL is possible. It tracks matches that begin later: an empty alternative
-    matches at the start, with a NUL before the pattern, since steps into the state after it are
-    lost.
+    outlines-core 0.2.14 stops at the first match ("a|ab" never matches "ab"): a NUL follows the
+    pattern, and a state accepts if NUL is possible. It tracks matches that begin later, so an empty
+    alternative matches at the start, and loses steps into the state after it: a NUL precedes.
     """
     try:
         import outlines_core as outlines
@@ -151,8 +147,7 @@ def over_bytes(pattern: str, what: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _fault(pattern: str, check: Callable[[str], object]) -> str:
-    """Locate a fault, which the library does not: check() each piece, then compile as Python, whose
-    syntax is nearly Rust's."""
+    """Locate a fault by check() of each piece, then as Python's, whose syntax is nearly Rust's."""
     for piece in PIECE.finditer(pattern):
         try:
             check(piece[0] if len(piece[0]) > 1 and piece[0][0] in "\\[" else "")
@@ -169,8 +164,7 @@ def _fault(pattern: str, check: Callable[[str], object]) -> str:
 
 
 def over_tokens(steps: np.ndarray, tokens: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
-    """Next states (n, classes) and classes (V,), by the transition monoid; an empty token is
-    dead."""
+    """Next states (n, classes) and classes (V,), by the transition monoid."""
     maps = [np.arange(len(steps), dtype=np.int32)]  # state -> next state
     number = {maps[0].tobytes(): 0}
 

@@ -1,7 +1,7 @@
 """Constrained text: each new text matches a regular expression within its limit.
 
-Allowed are tokens after which a match still fits into the tokens left, and in accepting states end
-tokens (Willard & Louf 2023, arXiv 2307.09702).
+Allowed are tokens after which a match still fits into the tokens left (Willard & Louf 2023, arXiv
+2307.09702).
 """
 
 from __future__ import annotations
@@ -75,8 +75,7 @@ class Automaton(nn.Module):
 
 
 def regex(pattern: str, tokenizer: Tokenizer, stop: Iterable[int] | None = None) -> Automaton:
-    """Full matches of a regex in Rust's syntax, ended by `stop` (None: the tokenizer's ends).
-    Raises UserError."""
+    """Full matches of a regex in Rust's syntax, ended by `stop` (None: the tokenizer's ends)."""
     kinds = getattr(tokenizer, "decoders", ["ByteLevel"])
     if "ByteLevel" not in kinds or set(kinds) - {"ByteLevel", "Fuse"}:
         got = f"{tokenizer.name} with decoder {', '.join(kinds)}"

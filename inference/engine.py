@@ -23,8 +23,8 @@ Prompts = Tensor | Sequence[Prompt] | str | Sequence[str]
 def generate(model: GPT, idx: Prompts, max_new_tokens: int, **options: Any) -> Any:
     """Append up to `max_new_tokens` tokens to each prompt; arguments as in stream().
 
-    Returns (B, T + n) int64 for a tensor, ended rows with their last token repeated; a list of (T_i
-    + n_i,) int64 for a list; for texts whole texts, up to an end token or stop string.
+    Returns (B, T + n) int64 for a tensor, an ended row's last token repeated; a list of (T_i +
+    n_i,) int64 for a list; for texts whole texts, up to an end token or stop string.
     """
     scheduler = _scheduler(model, idx, max_new_tokens, **options)
     for _ in scheduler.tokens():

@@ -1,8 +1,8 @@
 """Decode steps as CUDA graphs, and the static caches that they write to.
 
-A graph holds numbers and the addresses of weights and cache: key() has them all. Changing tensors
-are copied into its buffers. The graphs share a memory pool, which frees nothing until its last
-graph goes: these tensors lie outside, and graphs run in one stream.
+A graph holds numbers and the addresses of weights and cache: key() has them all. Other tensors are
+copied into its buffers, which lie outside the graphs' shared pool: it frees nothing until its last
+graph goes.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ warn = memoize(logging.getLogger("nanoattn").warning)
 
 
 def choose(model: GPT, kv_cache: str, compile: bool, rows: int = 1) -> tuple[str, str | None]:
-    """The cache, and its steps' graph: "captured", "compiled" (on CUDA then captured), None. Raises
-    ValueError."""
+    """The cache, and its steps' graph: "captured", "compiled" (on CUDA then captured) or None."""
     device = model.transformer.wte.weight.device
     if device.type == "cuda" and rows > 1 and int8.parameters(model):
         warn("int8 weights with several texts at a time on CUDA save memory, but are slow")

@@ -1,8 +1,8 @@
 """The page pool of a paged KV cache. No torch.
 
 Layers with the same window share page numbers; a page that no later token sees is freed (0). A full
-page's name hashes its token ids and the previous name: equal names mean equal prefixes, which new
-sequences share. Free pages keep their content until reuse, unnamed ones first.
+page's name hashes its token ids and the previous name: new sequences share pages of equal names.
+Free pages keep their content until reuse, unnamed ones first.
 
     pages, page_size = 2          held by        name
     1   "the cat"                 A B            h1 = hash("the cat")
@@ -135,8 +135,7 @@ class PagePool:
                 pages.release(page)
 
     def grow(self, counts: Mapping[int, int]) -> None:
-        """Reserve room: sequence -> new tokens. Raises OutOfPages, with nothing changed, or
-        ValueError: no such sequence."""
+        """Reserve room: sequence -> new tokens. Raises OutOfPages, with nothing changed."""
         missing: list[tuple[_Pages, list[int], int]] = []
         for window, pages in self._of.items():
             for seq, n in counts.items():

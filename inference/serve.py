@@ -1,9 +1,8 @@
 """The scheduler: many prompts through the rows of a KV cache.
 
 With pages a new prompt replaces a finished text at once; other rows begin and end together (Yu et
-al. 2022, "Orca", OSDI, section 3). A prompt, and all behind it, wait for pages for its longest text
-and those in progress, and one step for another that computes shared pages. A text longer than
-block_size slides: every position moves, nothing is cached.
+al. 2022, "Orca", OSDI, section 3). A prompt waits for all pages that it can need, and one step for
+pages to share. A text longer than block_size slides: nothing is cached.
 """
 
 from __future__ import annotations
@@ -38,13 +37,12 @@ PREFILL = 2048  # most tokens of a padded batch, unless one prompt has more
 def stream(
     model: GPT, prompts: Iterable[Prompt], max_new_tokens: int | Iterable[int], **options: Any
 ) -> Iterator[tuple[int, int]]:
-    """Continue many prompts, and yield each token as it comes.
+    """Continue prompts, `slots` at a time; yield a prompt's number and its next token, at the end
+    ENDED (-1).
 
-    prompts: as in engine.stream(); slots: most texts in progress.
     max_new_tokens, generator: for all prompts, or one for each.
-    n_pages: of the pool; None: enough for the `slots` longest texts.
+    n_pages: of the pool; None: enough for the longest texts.
     options: as in engine.stream(); kv_cache is "paged" by default.
-    Yields the number of a prompt, and its next token; ENDED (-1) when its text has ended.
     Raises ValueError: as engine.stream(), or a prompt needs more pages than the pool has.
     """
     with closing(Scheduler(model, prompts, max_new_tokens, **options).tokens()) as tokens:
@@ -103,8 +101,7 @@ class Scheduler:
         self.constraint = combined(constraint)
         if self.constraint is not None:
             self.constraint.to(self.device)
-        # With a parameter `lengths` it is part of the step (docs/GENERATE.md), and its numbers may
-        # change: each call has its own graphs.
+        # With a parameter `lengths` (docs/GENERATE.md) its numbers are the graph's: one a call.
         self.processor = self.options.logits_processor
         called = getattr(self.processor, "forward", self.processor)
         self.in_step = called is None or "lengths" in inspect.signature(called).parameters
