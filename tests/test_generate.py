@@ -83,12 +83,10 @@ def caches(kv: str, model: GPT, B: int, max_len: int) -> Any:
     sizes = {"dtype": model.transformer.wte.weight.dtype}
     heads = config.kv_heads, config.head_dim
     if kv == "dynamic":
-        dynamic = DynamicCache(config.n_layer, max_len=max_len, windows=config.windows)
-        return lambda T: dynamic.reserve(T)
+        return DynamicCache(config.n_layer, max_len=max_len, windows=config.windows).reserve
     if kv == "static":
         sizes |= {"windows": config.windows, "in_order": config.position == "alibi"}
-        static = StaticCache(config.n_layer, B, max_len, *heads, **sizes)
-        return lambda T: static.reserve(T)
+        return StaticCache(config.n_layer, B, max_len, *heads, **sizes).reserve
     n_pages = dict.fromkeys(config.windows, B * max_len + 1)
     sizes |= {"n_pages": n_pages, "windows": config.windows, "page_size": 4}
     paged = PagedCache(config.n_layer, *heads, **sizes)
@@ -392,17 +390,15 @@ def test_invalid_options_are_named(kv) -> None:
         ({"logits_processor": lambda tokens, logits, lengths: logits[:1]}, r"\(1, 37\)"),
         *(({"max_new_tokens": n}, f"max_new_tokens.*{re.escape(repr(n))}")
           for n in (-1, 3.0, True, torch.tensor(2.5))),
-        *(({"prompts": prompts}, "prompt") for prompts in (
+        *(({"idx": prompts}, "prompt") for prompts in (
             [], [[]], [[1], []], torch.zeros(2, 0, dtype=torch.int64), torch.tensor([1]),
             torch.tensor([[1.5]]), [[True]], [[1, 37]], torch.tensor([[-1]]))),
-        ({"prompts": "ab"}, "'ab'"),
+        ({"idx": "ab"}, "'ab'"), ({"idx": "a", "stop": "", "model": talker()}, "''"),
+        ({"idx": "q", "model": talker()}, "'q'"),
     ):  # fmt: skip
-        how: Any = {"prompts": idx, "max_new_tokens": 5, "kv_cache": kv} | options
+        how: Any = {"model": model, "idx": idx, "max_new_tokens": 5, "kv_cache": kv} | options
         with pytest.raises(ValueError, match=words):
-            engine.generate(model, how.pop("prompts"), how.pop("max_new_tokens"), **how)
-    for prompt, how, words in (("a", {"stop": ""}, "''"), ("q", {}, "'q'")):
-        with pytest.raises(ValueError, match=words):
-            engine.generate(talker(), prompt, 5, kv_cache=kv, **how)
+            engine.generate(**how)
     for function in (engine.generate, engine.stream, serve.stream):
         with pytest.raises(TypeError, match="'temprature'"):
             list(function(model, idx, 5, temprature=1))
