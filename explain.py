@@ -60,10 +60,9 @@ from core.files import printable, write_at_once
 from core.runtime import describe, explained, show_log
 from data.tokenizer import Tokenizer
 from model import GPT
-from viewer.document import About, Document, token_of
-from viewer.maps import Call, maps, tiles, watched
+from viewer.document import About, Call, Document, maps, tiles, token_of, watched
+from viewer.page import as_text
 from viewer.page import render as as_page
-from viewer.text import render as as_text
 
 
 def load(config: ExplainConfig) -> tuple[GPT, Tokenizer]:

@@ -32,9 +32,9 @@ END = "<!-- end -->\n"
 MARK = r"^(<!-- (code|figure): (.+?) -->\n)"
 PART = MARK + rf"((?:(?!<!-- (?:code|figure): ).*\n)*?){END}"
 CODE = r'(\S+) (\S+)(?: from "(.+?)" to "(.+?)")?( plain)?'
-# Dropped by plain() within a line.
-OPTIONS = [(", alibi_slopes", ""), (r"\[\.\.\., :Tk\]", ""), (r"  # the sink has no value", ""),
-           (r"\(Z_ij \* (\w+)\)", r"\1"), (r"Z_ij \* \((.+)\)", r"\1")]
+# plain() leaves these out.
+OPTIONS = r".*dropout\(.*\n|, alibi_slopes|\[\.\.\., :Tk\]|  # the sink has no value"
+FACTOR = r"\(Z_ij \* (\w+)\)|Z_ij \* \((.+)\)"  # of dropout
 
 
 def main(argv: Sequence[str]) -> int:
@@ -121,21 +121,15 @@ def cut(text: str, first: str, last: str) -> str:
 
 def plain(text: str) -> str:
     """The lines without softcap, sinks, ALiBi, dropout and caches."""
-    lines, dropped = text.splitlines(keepends=True), set[int]()
+    lines = text.splitlines(keepends=True)
     for node in ast.walk(ast.parse(text)):
         test = ast.unparse(node.test) if isinstance(node, ast.If) else ""
-        dropout = isinstance(node, ast.Assign) and "dropout(" in ast.unparse(node.value)
-        if dropout or re.search("softcap|sinks|alibi|^cache is None$", test):
-            assert isinstance(node, (ast.If, ast.Assign))
-            dropped |= {*range(node.lineno, (node.end_lineno or 0) + 1)}
-        if isinstance(node, ast.If) and test == "cache is None":
-            for n in range(node.body[0].lineno, (node.body[-1].end_lineno or 0) + 1):
-                dropped.discard(n)
-                lines[n - 1] = lines[n - 1].removeprefix("    ")
-    kept = "".join(line for n, line in enumerate(lines, 1) if n not in dropped)
-    for option, instead in OPTIONS:
-        kept = re.sub(option, instead, kept)
-    return kept
+        if isinstance(node, ast.If) and re.search("softcap|sinks|alibi|^cache is None$", test):
+            first, last = node.body[0].lineno, node.body[-1].end_lineno or 0
+            for n in range(node.lineno, (node.end_lineno or 0) + 1):
+                stays = test == "cache is None" and first <= n <= last
+                lines[n - 1] = lines[n - 1].removeprefix("    ") if stays else ""
+    return re.sub(FACTOR, r"\1\2", re.sub(OPTIONS, "", "".join(lines)))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ from core.settings import UserError, exit_on_user_error, read
 from course import ROOT
 from course.notebook import CODE, REPOSITORY, without_marks
 
-STYLE = "course/site.css"
 PROMPT = "To be, or not to be, that is the question"
 
 
@@ -61,18 +60,17 @@ def main(argv: list[str]) -> int:
 
 
 def write_pages(folder: Path) -> None:
-    shown = {ROOT / "README.md", *ROOT.glob("course/*.md"), *ROOT.glob("docs/*.md")}
-    for path in sorted(shown):
+    pages = ("README.md", "course/*.md", "docs/*.md")
+    files = ("course/pictures/*", "docs/*.svg", "docs/*.png", "course/site.css")
+    shown = {path for pattern in (*pages, *files) for path in ROOT.glob(pattern)}
+    for path in shown:
         to = folder / path.relative_to(ROOT)
         to.parent.mkdir(parents=True, exist_ok=True)
-        page = without_marks(path.read_text(encoding="utf-8"))
-        for picture in re.findall(r"!\[[^]]*\]\((?!http)([^)]+)\)", page):
-            original, copy = ((at.parent / picture).resolve() for at in (path, to))
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(original, copy)
-            shown.add(original)
-        to.write_text(typeset(relinked(page, path, shown)), encoding="utf-8")
-    shutil.copy(ROOT / STYLE, folder / STYLE)
+        if path.suffix == ".md":
+            page = without_marks(path.read_text(encoding="utf-8"))
+            to.write_text(typeset(relinked(page, path, shown)), encoding="utf-8")
+        else:
+            shutil.copy(path, to)
 
 
 def relinked(page: str, path: Path, shown: set[Path]) -> str:

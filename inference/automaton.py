@@ -1,8 +1,7 @@
-"""The automaton over tokens of a regular expression, computed in its own process: the library
-returns to Python only when it is done.
+"""A regular expression's automaton over tokens, in its own process: nothing interrupts the library.
 
-    regular expression  ->  automaton over bytes  ->  automaton over tokens
-                              (n states, 256)           (n states, classes)
+regular expression  ->  automaton over bytes  ->  automaton over tokens
+                          (n states, 256)           (n states, classes)
 """
 
 from __future__ import annotations
@@ -28,11 +27,12 @@ STATES = 2**17
 ENTRIES = 2**27  # of the table
 TOO_LARGE = 3
 # An escape, a class, a count, the start of a group, or another character.
-ESCAPE = r"\\[pPx]\{\w*\}|\\."
-CLASS = r"\[\^?\]?(?:\\.|\[:\w+:\]|[^\]\\])*\]"
-PIECE = re.compile(rf"{ESCAPE}|{CLASS}|\{{\d+(?:,\d*)?\}}|\(\?(?:<?[=!]|P=|[>#(])|.", re.DOTALL)
-ANCHOR = re.compile(r"[\^$]|\\[AzbB]")
-NOT_IN_RUST = re.compile(r"\(\?.*|\{|\\[Z1-9]", re.DOTALL)
+PIECE = re.compile(
+    r"\\[pPx]\{\w*\}|\\.|\[\^?\]?(?:\\.|\[:\w+:\]|[^\]\\])*\]|\{\d+(?:,\d*)?\}"
+    r"|\(\?(?:<?[=!]|P=|[>#(])|.",
+    re.DOTALL,
+)
+UNSUPPORTED = re.compile(r"[\^${]|\\[AzbBZ1-9]|\(\?.*", re.DOTALL)
 
 Tables = tuple[np.ndarray, np.ndarray, np.ndarray]
 
@@ -95,8 +95,7 @@ def tables_of(pattern: str, what: str, tokens: list[bytes], stop: list[int]) -> 
 
 
 def table(allowed: np.ndarray, token_class: np.ndarray, least: Any) -> Tables:
-    """Next states (states, classes), classes (V,), fewest tokens to a match (states,). Class 0 is
-    DEAD."""
+    """Next states (states, classes), classes (V,), fewest tokens to a match (states,)."""
     # Columns may differ in removed states only.
     columns, same = np.unique(allowed, axis=1, return_inverse=True)
     transition = np.pad(columns, ((START, 0), (0, 0)), constant_values=DEAD).astype(np.int32)
@@ -105,24 +104,23 @@ def table(allowed: np.ndarray, token_class: np.ndarray, least: Any) -> Tables:
 
 
 def over_bytes(pattern: str, what: str) -> tuple[np.ndarray, np.ndarray]:
-    """Next states (n, 256), and (n,) True if accepting, by outlines-core 0.2.14. The first state is
-    the start, the last is dead.
+    """Next states (n, 256), and (n,) True if accepting; the first is the start, the last is dead.
 
-    The library stops at the first match ("a|ab" never matches "ab"): a NUL follows the pattern, and
-    a state accepts if NUL is possible. It tracks matches that begin later: an empty alternative
-    matches at the start, with a NUL before the pattern, since steps into the state after it are
-    lost.
+    outlines-core 0.2.14 stops at the first match ("a|ab" never matches "ab"): a NUL follows the
+    pattern, and a state accepts if NUL is possible. It tracks matches that begin later, so an empty
+    alternative matches at the start, and loses steps into the state after it: a NUL precedes.
     """
     try:
         import outlines_core as outlines
     except ImportError as e:
         raise ValueError(f"constraints need: pip install outlines-core ({e})") from e
+    begin = pattern[:1] == "^"
     pieces = [*PIECE.finditer(pattern)]
-    pieces = pieces[pattern[:1] == "^" :]
-    pieces = pieces[: len(pieces) - (bool(pieces) and pieces[-1][0] == "$")]
+    pieces = pieces[begin : len(pieces) - (pieces[begin:] != [] and pieces[-1][0] == "$")]
     for piece in pieces:
-        if ANCHOR.fullmatch(piece[0]):
-            raise ValueError(f"{what}: {piece[0]} at position {piece.start()} is not supported")
+        if UNSUPPORTED.fullmatch(piece[0]):
+            at = f"{piece[0]} at position {piece.start()}"
+            raise ValueError(f"{what}: {at} is not supported")
     inside = "".join(piece[0] for piece in pieces)
     tokens = {bytes([b]): [b] for b in range(256)} | {bytes([0, b]): [256 + b] for b in range(256)}
 
@@ -149,16 +147,12 @@ def over_bytes(pattern: str, what: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _fault(pattern: str, check: Callable[[str], object]) -> str:
-    """Locate a fault, which the library does not: check() each piece, then compile as Python, whose
-    syntax is nearly Rust's."""
+    """Locate a fault by check() of each piece, then as Python's, whose syntax is nearly Rust's."""
     for piece in PIECE.finditer(pattern):
-        where = f"{piece[0]} at position {piece.start()}"
-        if NOT_IN_RUST.fullmatch(piece[0]):
-            return f"{where} is not supported"
         try:
             check(piece[0] if len(piece[0]) > 1 and piece[0][0] in "\\[" else "")
         except ValueError:
-            return f"{where} is invalid"
+            return f"{piece[0]} at position {piece.start()} is invalid"
     rusty = re.sub(r"\\[pP](\w|\{\w+\})", lambda found: "x" * len(found[0]), pattern)
     try:
         with warnings.catch_warnings():
@@ -170,8 +164,7 @@ def _fault(pattern: str, check: Callable[[str], object]) -> str:
 
 
 def over_tokens(steps: np.ndarray, tokens: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
-    """Next states (n, classes) and classes (V,), by the transition monoid; an empty token is
-    dead."""
+    """Next states (n, classes) and classes (V,), by the transition monoid."""
     maps = [np.arange(len(steps), dtype=np.int32)]  # state -> next state
     number = {maps[0].tobytes(): 0}
 

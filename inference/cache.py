@@ -10,6 +10,7 @@ append() stores k and v (B, Tq, Hkv, D), and returns what the kernel reads.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -46,9 +47,6 @@ class Cache:
 
     def length(self, row: int) -> int:
         return 0
-
-    def free(self, row: int) -> None:
-        pass
 
 
 class DynamicLayer:
@@ -87,6 +85,11 @@ class DynamicCache(Cache):
     windows: keys that a query sees in each layer, itself included; None: all.
     """
 
+    kind = "dynamic"
+    page_size = None
+    pos: Tensor  # (T,) or, with padding, (B, T) int64
+    segments: Tensor | None = None  # (B, Tk) int32, 0: padding; None: no padding
+
     def __init__(self, n_layer: int, *, max_len: int, windows: Sequence[int | None] = (),
                  pad: Numbers = None, device: str | torch.device = "cpu") -> None:  # fmt: skip
         kept = [min(window or max_len, max_len) for window in windows or [None] * n_layer]
@@ -103,26 +106,18 @@ class DynamicCache(Cache):
     def length(self, row: int) -> int:
         return max(0, self.stored - (self.pads[row] if self.pads else 0))
 
-    def reserve(self, T: int, counts: Numbers = None, rows: Numbers = None) -> DynamicStep:
+    def reserve(self, T: int, counts: Numbers = None, rows: Numbers = None) -> DynamicCache:
         """counts[b] is 0 for a row that has ended."""
         pads = [pad for row, pad in enumerate(self.pads) if counts is None or counts[row]]
         if (n := self.stored + T - min(pads, default=0)) > self.max_len:
             raise ValueError(f"{n} tokens do not fit into a cache of {self.max_len}")
         past = min(self.stored, self.widest - 1)
         at = torch.arange(self.stored - past, self.stored + T, device=self.device)  # (Tk,)
-        if not self.pads:
-            return DynamicStep(self, at[past:], None)
-        pos = (at[past:] - self.pad).clamp_(0, self.max_len - 1)  # (B, T)
-        return DynamicStep(self, pos, (at >= self.pad).int())
-
-
-@dataclass(frozen=True)
-class DynamicStep:
-    cache: DynamicCache
-    pos: Tensor  # (T,) or, with padding, (B, T) int64
-    segments: Tensor | None  # (B, Tk) int32, 0: padding; None: no padding
-    kind: ClassVar[str] = "dynamic"
-    page_size: ClassVar[None] = None
+        self.pos = at[past:]
+        if self.pads:
+            self.pos = (self.pos - self.pad).clamp_(0, self.max_len - 1)
+            self.segments = (at >= self.pad).int()
+        return self
 
     def positions(self, T: int) -> Tensor:
         if self.pos.shape[-1] != T:
@@ -130,22 +125,29 @@ class DynamicStep:
         return self.pos
 
     def layer(self, layer: int) -> DynamicLayer:
-        return self.cache.layers[layer]
+        return self.layers[layer]
 
     def advance(self) -> None:
-        self.cache.stored += self.pos.shape[-1]
+        self.stored += self.pos.shape[-1]
 
 
 @dataclass(frozen=True)
-class RowsStep:
+class Step:
+    """A step of a static or paged cache."""
+
     segments: ClassVar[None] = None
-    cache: Any
+    cache: StaticCache | PagedCache
+    kind: str  # "static" or "paged"; "none": nothing is stored yet
     start: Tensor  # (B,) int32, stored tokens
     count: Tensor  # (B,) int32, tokens of this step
-    known: dict[int | None, Tensor] = field(default_factory=dict, init=False)
+    length: int = 0  # slots that are read
+    counts: Mapping[int, int] = field(default_factory=dict)  # sequence -> tokens in this step
+    page_tables: Mapping[Any, Tensor] = field(default_factory=dict)  # of each window, (B, n) int32
+    page_size: int | None = None
+    known: dict[Any, Tensor] = field(default_factory=dict, init=False)
 
-    def layer(self, layer: int) -> RowsLayer:
-        return RowsLayer(self, layer)  # type: ignore[arg-type]
+    def layer(self, layer: int) -> Layer:
+        return Layer(self, layer)
 
     def columns(self, T: int) -> tuple[Tensor, Tensor]:
         """Position (B, T) int64, and bool (B, T), False for padding."""
@@ -156,27 +158,29 @@ class RowsStep:
         at, real = self.columns(T)
         return torch.where(real, at, 0)
 
+    def advance(self) -> None:
+        self.cache.advance(self)
+
 
 @dataclass(frozen=True)
-class RowsLayer:
-    step: StaticStep | PagedStep
+class Layer:
+    step: Step
     layer: int
 
     def append(self, k: Tensor, v: Tensor) -> Appended:
         step, cache = self.step, self.step.cache
-        seen = step.read(self.layer, k, v)
-        kind, known = cache.kinds[self.layer], step.known
-        if torch.compiler.is_compiling():
-            known = {}
+        seen = cache.read(step, self.layer, k, v)
+        kind = cache.kinds[self.layer]
+        known = {} if torch.compiler.is_compiling() else step.known
         if kind not in known:
-            known[kind] = step.slots(kind, k.shape[1]).flatten()
+            known[kind] = cache.slots(step, kind, k.shape[1]).flatten()
         for buffer, new in ((cache.k[self.layer], k), (cache.v[self.layer], v)):
             # Not flatten(), which might copy.
             buffer.view(-1, *buffer.shape[2:])[known[kind]] = new.detach().flatten(0, 1)
         return seen
 
 
-def bucket(n: int, limit: int) -> int:
+def bucket(n: int, limit: int = sys.maxsize) -> int:
     """Round n up to one of few lengths, each with a graph."""
     return min(limit, max(128, 1 << (n - 1).bit_length()))
 
@@ -218,7 +222,7 @@ class StaticCache(Cache):
     def length(self, row: int) -> int:
         return self.lengths[row]
 
-    def reserve(self, T: int, counts: Numbers = None, rows: Numbers = None) -> StaticStep:
+    def reserve(self, T: int, counts: Numbers = None, rows: Numbers = None) -> Step:
         counts = (T,) * len(self.lengths) if counts is None else tuple(counts)
         after = [n + m for n, m in zip(self.lengths, counts, strict=True) if m]
         if (longest := max(after, default=1)) > self.max_len:
@@ -228,72 +232,64 @@ class StaticCache(Cache):
             self.counts = counts
         length = bucket(longest, self.max_len) if self.in_buckets else self.max_len
         kind = "static" if any(self.lengths) else "none"
-        return StaticStep(self, self.start, self.count, length, kind)
+        return Step(self, kind, self.start, self.count, length)
 
+    def advance(self, step: Step) -> None:
+        self.start.add_(self.count)
+        self.lengths = [n + m for n, m in zip(self.lengths, self.counts, strict=True)]
 
-@dataclass(frozen=True)
-class StaticStep(RowsStep):
-    length: int  # slots that are read
-    kind: str  # "static"; "none": nothing is stored yet
-    page_size: ClassVar[None] = None
-
-    def read(self, layer: int, k: Tensor, v: Tensor) -> Appended:
-        if self.kind == "none":
+    def read(self, step: Step, layer: int, k: Tensor, v: Tensor) -> Appended:
+        if step.kind == "none":
             return k, v, None
-        cache, slots, T = self.cache, self.cache.kinds[layer], k.shape[1]
-        buffers = cache.k[layer], cache.v[layer]
-        start, length = self.start, min(self.length, slots)
-        if slots < cache.max_len:
+        slots, T = self.kinds[layer], k.shape[1]
+        buffers = self.k[layer], self.v[layer]
+        start, length = step.start, min(step.length, slots)
+        if slots < self.max_len:
             start = start.clamp(max=slots - 1)
-            if T > 1 or cache.in_order:  # one new token may be in any slot
-                k, v = (self._in_order(*pair, start) for pair in zip(buffers, (k, v)))
-                return k, v, StaticView(start, self.count, slots - 1 + T)
+            if T > 1 or self.in_order:  # one new token may be in any slot
+                k, v = (_in_order(*pair, step.start, start) for pair in zip(buffers, (k, v)))
+                return k, v, StaticView(start, step.count, slots - 1 + T)
         k, v = (buffer[:, :length] for buffer in buffers)
-        return k, v, StaticView(start, self.count, length)
+        return k, v, StaticView(start, step.count, length)
 
-    def slots(self, kind: int, T: int) -> Tensor:
-        at, real = self.columns(T)
+    def slots(self, step: Step, kind: Any, T: int) -> Tensor:
+        at, real = step.columns(T)
         if kind < T:  # later tokens replace the first ones
-            real &= at >= (self.start + self.count)[:, None] - kind
+            real &= at >= (step.start + step.count)[:, None] - kind
         first = torch.arange(0, len(at) * (kind + 1), kind + 1, device=at.device)
         return first[:, None] + torch.where(real, at % kind, kind)
 
-    def _in_order(self, buffer: Tensor, new: Tensor, start: Tensor) -> Tensor:
-        """The last start[b] tokens, then new ones: (B, slots - 1 + T, Hkv, D)."""
-        (B, slots), T = (len(buffer), buffer.shape[1] - 1), new.shape[1]
-        row = torch.arange(B, device=new.device)[:, None]
-        i = torch.arange(slots - 1 + T, device=new.device)
-        ordered = buffer[row, ((self.start - start)[:, None] + i) % slots]
-        ordered[row, start[:, None] + i[:T]] = new
-        return ordered
 
-    def advance(self) -> None:
-        c = self.cache
-        self.start.add_(self.count)
-        c.lengths = [n + m for n, m in zip(c.lengths, c.counts, strict=True)]
+def _in_order(buffer: Tensor, new: Tensor, stored: Tensor, start: Tensor) -> Tensor:
+    """The last start[b] of stored[b] tokens, then new ones: (B, slots - 1 + T, Hkv, D)."""
+    (B, slots), T = (len(buffer), buffer.shape[1] - 1), new.shape[1]
+    row = torch.arange(B, device=new.device)[:, None]
+    i = torch.arange(slots - 1 + T, device=new.device)
+    ordered = buffer[row, ((stored - start)[:, None] + i) % slots]
+    ordered[row, start[:, None] + i[:T]] = new
+    return ordered
 
 
 class PagedCache(Cache):
-    """Pages of `page_size` tokens (pages.py); a row is a sequence of the pool. Page 0 takes
-    padding."""
+    """Pages of `page_size` tokens (pages.py); a row is a sequence of the pool. Page 0 takes padding
+    and stands for pages that no later token sees: a table never has a page that was freed."""
+
+    pool: PagePool
 
     def __init__(self, n_layer: int, n_kv_head: int, head_dim: int, *,
                  n_pages: Mapping[int | None, int], page_size: int,
                  windows: Sequence[int | None] = (), dtype: torch.dtype = torch.float32,
                  device: str | torch.device = "cpu") -> None:  # fmt: skip
-        self.pool: PagePool = PagePool(n_pages, page_size)
         self.kinds = tuple(windows) or (None,) * n_layer
         shapes = [(n_pages[window], page_size, n_kv_head, head_dim) for window in self.kinds]
         self.k = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
         self.v = [torch.zeros_like(k) for k in self.k]
+        self.pool = PagePool(n_pages, page_size)  # last: what cannot fit is an error at once
 
     def length(self, row: int) -> int:
         return self.pool.length(row)
 
-    def free(self, row: int) -> None:
-        self.pool.free(row)
-
-    def reserve(self, T: int, counts: Numbers = None, rows: Numbers = None) -> PagedStep:
+    def reserve(self, T: int, counts: Numbers = None, rows: Numbers = None) -> Step:
         """Raises as PagePool.grow()."""
         assert rows and len(set(rows)) == len(rows), "a sequence twice"
         step = dict(zip(rows, (T,) * len(rows) if counts is None else counts, strict=True))
@@ -305,30 +301,21 @@ class PagedCache(Cache):
             width = max(1, *map(len, pages))
             tables[window] = self._on_device([[*p, *[0] * (width - len(p))] for p in pages])
         sizes = self._on_device(start), self._on_device([*step.values()])
-        return PagedStep(self, *sizes, step, tables, self.pool.page_size)
+        return Step(self, "paged", *sizes, 0, step, tables, self.pool.page_size)
 
     def _on_device(self, numbers: Sequence[Any]) -> Tensor:
         return to_device(torch.tensor(numbers, dtype=torch.int32), self.k[0].device)
 
+    def advance(self, step: Step) -> None:
+        self.pool.advance(step.counts)
 
-@dataclass(frozen=True)
-class PagedStep(RowsStep):
-    counts: Mapping[int, int]  # sequence -> tokens in this step
-    page_tables: Mapping[int | None, Tensor]  # of each window, (B, max_pages) int32
-    page_size: int
-    kind: ClassVar[str] = "paged"
+    def read(self, step: Step, layer: int, k: Tensor, v: Tensor) -> Appended:
+        view = PagedView(step.page_tables[self.kinds[layer]], step.start, step.count)
+        return self.k[layer], self.v[layer], view
 
-    def read(self, layer: int, k: Tensor, v: Tensor) -> Appended:
-        page_table = self.page_tables[self.cache.kinds[layer]]
-        view = PagedView(page_table, self.start, self.count)
-        return self.cache.k[layer], self.cache.v[layer], view
-
-    def slots(self, kind: int | None, T: int) -> Tensor:
-        page_table, size = self.page_tables[kind], self.page_size
-        at, real = self.columns(T)
+    def slots(self, step: Step, kind: int | None, T: int) -> Tensor:
+        page_table, size = step.page_tables[kind], self.pool.page_size
+        at, real = step.columns(T)
         column = (at // size).clamp(max=page_table.shape[1] - 1)
         page = page_table.gather(1, column.long())
         return torch.where(real, page * size + at % size, at % size).long()
-
-    def advance(self) -> None:
-        self.cache.pool.advance(self.counts)

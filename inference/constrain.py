@@ -1,7 +1,7 @@
 """Constrained text: each new text matches a regular expression within its limit.
 
-Allowed are tokens after which a match still fits into the tokens left, and in accepting states end
-tokens (Willard & Louf 2023, arXiv 2307.09702).
+Allowed are tokens after which a match still fits into the tokens left (Willard & Louf 2023, arXiv
+2307.09702).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Automaton(nn.Module):
             state = START if self.starts is None else self.starts[row]
             if 0 < room < (n := self.shortest[state]):
                 raise UserError(f"the shortest match has {n} tokens, max_new_tokens is {room}")
-            states.append([state, max(1, room)])
+            states.append([state, min(max(1, room), NEVER)])
         return to_device(torch.tensor(states), self.transition.device)
 
     def forward(self, logits: Tensor, state: Tensor) -> Tensor:
@@ -75,8 +75,7 @@ class Automaton(nn.Module):
 
 
 def regex(pattern: str, tokenizer: Tokenizer, stop: Iterable[int] | None = None) -> Automaton:
-    """Full matches of a regex in Rust's syntax, ended by `stop` (None: the tokenizer's ends).
-    Raises UserError."""
+    """Full matches of a regex in Rust's syntax, ended by `stop` (None: the tokenizer's ends)."""
     kinds = getattr(tokenizer, "decoders", ["ByteLevel"])
     if "ByteLevel" not in kinds or set(kinds) - {"ByteLevel", "Fuse"}:
         got = f"{tokenizer.name} with decoder {', '.join(kinds)}"

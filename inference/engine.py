@@ -23,22 +23,21 @@ Prompts = Tensor | Sequence[Prompt] | str | Sequence[str]
 def generate(model: GPT, idx: Prompts, max_new_tokens: int, **options: Any) -> Any:
     """Append up to `max_new_tokens` tokens to each prompt; arguments as in stream().
 
-    Returns (B, T + n) int64 for a tensor, ended rows with their last token repeated; a list of (T_i
-    + n_i,) int64 for a list; for texts whole texts, up to an end token or stop string.
+    Returns (B, T + n) int64 for a tensor, an ended row's last token repeated; a list of (T_i +
+    n_i,) int64 for a list; for texts whole texts, up to an end token or stop string.
     """
     scheduler = _scheduler(model, idx, max_new_tokens, **options)
     for _ in scheduler.tokens():
         pass
-    rows = scheduler.known
-    if rows[0].text is not None:
-        texts = [f"{row.text}{''.join(scheduler.pieces(row, row.new))}" for row in rows]
-        return texts[0] if isinstance(idx, str) else texts
-    device = model.transformer.wte.weight.device
-    ids = [torch.tensor([*row.prompt, *row.new], device=device) for row in rows]
+    made: list[Any] = [
+        torch.tensor([*row.prompt, *row.new], device=scheduler.device) if row.text is None
+        else "".join([row.text, *scheduler.pieces(row, row.new)])
+        for row in scheduler.known
+    ]  # fmt: skip
     if not isinstance(idx, Tensor):
-        return ids
-    longest = max(map(len, ids))
-    return torch.stack([torch.cat([t, t[-1:].expand(longest - len(t))]) for t in ids])
+        return made[0] if isinstance(idx, str) else made
+    longest = max(map(len, made))
+    return torch.stack([torch.cat([t, t[-1:].expand(longest - len(t))]) for t in made])
 
 
 def stream(model: GPT, idx: Prompts, max_new_tokens: int, **options: Any) -> Iterator[Tensor]:
@@ -65,15 +64,5 @@ def stream(model: GPT, idx: Prompts, max_new_tokens: int, **options: Any) -> Ite
 
 def _scheduler(model: GPT, idx: Prompts, max_new_tokens: int, **options: Any) -> Scheduler:
     prompts = [idx] if isinstance(idx, str) else idx
-    if not len(prompts):
-        raise ValueError("expected at least one prompt of at least one token")
-    if len({isinstance(prompt, str) for prompt in prompts}) > 1:
-        text = next(prompt for prompt in prompts if isinstance(prompt, str))
-        raise ValueError(f"expected texts or token ids, got both, as {text!r:.60}")
-    for name in ("generator", "constraint"):
-        given = options.get(name)
-        if isinstance(given, Sequence) and len(given) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts need one {name} or as many, got {len(given)}")
-    return Scheduler(
-        model, prompts, max_new_tokens, slots=len(prompts), **{"kv_cache": "auto"} | options
-    )
+    how: dict[str, Any] = {"kv_cache": "auto", "slots": max(1, len(prompts)), **options}
+    return Scheduler(model, prompts, max_new_tokens, **how)

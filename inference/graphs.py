@@ -1,8 +1,8 @@
 """Decode steps as CUDA graphs, and the static caches that they write to.
 
-A graph holds numbers and the addresses of weights and cache: key() has them all. Changing tensors
-are copied into its buffers. The graphs share a memory pool, which frees nothing until its last
-graph goes: these tensors lie outside, and graphs run in one stream.
+A graph holds numbers and the addresses of weights and cache: key() has them all. Other tensors are
+copied into its buffers, which lie outside the graphs' shared pool: it frees nothing until its last
+graph goes.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache as memoize
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_only, tree_unflatten
 
 from core.cpu import int8
-from inference.cache import Cache, StaticCache, StaticStep
+from inference.cache import Cache, StaticCache, Step
 from model import GPT
 
 KV_CACHES = ("none", "dynamic", "static", "paged")
@@ -33,20 +33,31 @@ warn = memoize(logging.getLogger("nanoattn").warning)
 
 
 def choose(model: GPT, kv_cache: str, compile: bool, rows: int = 1) -> tuple[str, str | None]:
-    """The cache, and its steps' graph: "captured", "compiled" (on CUDA then captured), None. Raises
-    ValueError."""
+    """The cache, and its steps' graph: "captured", "compiled" (on CUDA then captured) or None."""
     device = model.transformer.wte.weight.device
     if device.type == "cuda" and rows > 1 and int8.parameters(model):
         warn("int8 weights with several texts at a time on CUDA save memory, but are slow")
-    if kv_cache == "auto" and not compile:
-        # Hooks are Python: a graph would leave them out.
-        hooked = any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-        return ("static", "captured") if possible(device) and not hooked else ("dynamic", None)
     if kv_cache not in ("auto", *KV_CACHES):
         raise ValueError(f"kv_cache must be one of auto, {', '.join(KV_CACHES)}, got {kv_cache!r}")
     if compile and kv_cache != "static":
         raise ValueError(f"compile needs kv_cache=static, got {kv_cache}")
-    return kv_cache, "compiled" if compile else None
+    if kv_cache != "auto":
+        return kv_cache, "compiled" if compile else None
+    # Hooks are Python: a graph would leave them out.
+    hooked = any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    return ("static", "captured") if possible(device) and not hooked else ("dynamic", None)
+
+
+class Captured(NamedTuple):
+    """Keeps neither the model nor the cache alive."""
+
+    values: list[Any]  # their addresses are in the key
+    inputs: list[Tensor]
+    outputs: Any
+    replay: Callable[[], None] | None  # None: it cannot be captured
+
+
+_captured: WeakKeyDictionary[GPT, OrderedDict[Hashable, Captured]] = WeakKeyDictionary()
 
 
 def run(model: GPT, kind: str | None, function: Callable[..., Any], args: tuple[Any, ...],
@@ -118,7 +129,7 @@ def key(function: Callable[..., Any], args: tuple[Any, ...]) -> Hashable:
 def _of_leaf(x: Any) -> Hashable:
     if isinstance(x, Tensor):
         return x.shape, x.dtype, x.device
-    if isinstance(x, StaticStep):
+    if isinstance(x, Step):
         return x.length, *map(_place, (*x.cache.k, *x.cache.v, x.start, x.count))
     if not isinstance(x, nn.Module):
         return x
@@ -135,48 +146,34 @@ def _place(t: Tensor | None) -> Hashable:
     return None if t is None else (t.data_ptr(), t.shape, t.dtype)
 
 
-@dataclass
-class Captured:
-    """Keeps neither the model nor the cache alive."""
-
-    values: list[Any]  # their addresses are in the key
-    inputs: list[Tensor]
-    outputs: Any
-    replay: Callable[[], None] | None = None
-
-
-_captured: WeakKeyDictionary[GPT, OrderedDict[Hashable, Captured]] = WeakKeyDictionary()
-
-
 def capture(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Captured, Any]:
     leaves, tree = tree_flatten(args)
-    device = next(x.device for x in leaves if isinstance(x, Tensor))
     with torch.inference_mode(False):  # later calls may be outside it
-        inputs = [x.clone() for x in leaves if isinstance(x, Tensor)]
-    buffers = iter(inputs)
-    fixed = [next(buffers) if isinstance(x, Tensor) else x for x in leaves]
+        fixed = [x.clone() if isinstance(x, Tensor) else x for x in leaves]
+    inputs = [x for x in fixed if isinstance(x, Tensor)]
+    device = inputs[0].device
     with side_stream(device):  # compiles before the capture
         result = function(*tree_unflatten(fixed, tree))
     with torch.inference_mode(False):
         outputs = tree_map_only(Tensor, torch.empty_like, result)
-    values = [x for x in leaves if not isinstance(x, Tensor | StaticStep | GPT)]
-    graph = Captured(values, inputs, outputs)
 
     def step() -> None:
         # A copy: the step notes tensors, which would be the graph's.
-        new = [replace(x) if isinstance(x, StaticStep) else x for x in fixed]
+        new = [replace(x) if isinstance(x, Step) else x for x in fixed]
         made = function(*tree_unflatten(new, tree))
         tree_map(lambda to, t: to.copy_(t) if isinstance(t, Tensor) else None, outputs, made)
 
+    replay = None
     try:
-        graph.replay = record(step, device)
+        replay = record(step, device)
     except Exception as e:
         why: BaseException = e
         while why.__context__ is not None:
             why = why.__context__
         reason = f"{type(why).__name__}: {str(why).strip()}".partition("\n")[0]
         warn(f"the decode step cannot be captured as a CUDA graph, and is slower: {reason}")
-    return graph, result
+    values = [x for x in leaves if not isinstance(x, Tensor | Step | GPT)]
+    return Captured(values, inputs, outputs, replay), result
 
 
 def possible(device: torch.device) -> bool:

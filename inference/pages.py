@@ -1,8 +1,8 @@
 """The page pool of a paged KV cache. No torch.
 
 Layers with the same window share page numbers; a page that no later token sees is freed (0). A full
-page's name hashes its token ids and the previous name: equal names mean equal prefixes, which new
-sequences share. Free pages keep their content until reuse, unnamed ones first.
+page's name hashes its token ids and the previous name: new sequences share pages of equal names.
+Free pages keep their content until reuse, unnamed ones first.
 
     pages, page_size = 2          held by        name
     1   "the cat"                 A B            h1 = hash("the cat")
@@ -29,13 +29,6 @@ def pages_for(tokens: int, page_size: int, window: int | None = None) -> int:
     """With a window: the most that one token sees."""
     n = -(-tokens // page_size)
     return n if window is None else min(n, (window - 2) // page_size + 2)
-
-
-@dataclass
-class _Sequence:
-    names: list[bytes]  # of full pages
-    length: int  # stored tokens; the pages can hold more
-    pages: dict[int | None, list[int]] = field(default_factory=dict)  # of each window
 
 
 class _Pages:
@@ -74,10 +67,8 @@ class _Pages:
         return page
 
     def release(self, page: int) -> None:
-        if not page:
-            return
         self.holders[page] -= 1
-        if not self.holders[page]:
+        if page and not self.holders[page]:
             self.free[page] = None
             if page not in self.name_of:
                 self.free.move_to_end(page, last=False)
@@ -85,6 +76,13 @@ class _Pages:
     def give_name(self, page: int, name: bytes) -> None:
         if name not in self.page_named:  # the first of two equal pages is shared
             self.name_of[page], self.page_named[name] = name, page
+
+
+@dataclass
+class _Sequence:
+    names: list[bytes]  # of full pages
+    length: int  # stored tokens; the pages can hold more
+    pages: dict[int | None, list[int]] = field(default_factory=dict)  # of each window
 
 
 class PagePool:
@@ -96,8 +94,6 @@ class PagePool:
     def __init__(self, n_pages: Mapping[int | None, int], page_size: int) -> None:
         if (least := min(n_pages.values())) < 2:
             raise ValueError(f"n_pages must be at least 2 (page 0 is not used), got {least}")
-        if page_size < 1:
-            raise ValueError(f"page_size must be at least 1, got {page_size}")
         self.n_pages, self.page_size = dict(n_pages), page_size
         self._of = {window: _Pages(n, page_size, window) for window, n in n_pages.items()}
         self._sequences: dict[int, _Sequence] = {}
@@ -139,23 +135,19 @@ class PagePool:
                 pages.release(page)
 
     def grow(self, counts: Mapping[int, int]) -> None:
-        """Reserve room: sequence -> new tokens. Raises OutOfPages, with nothing changed, or
-        ValueError: no such sequence."""
-
-        def missing(seq: int, window: int | None) -> int:
-            of = self._sequence(seq)  # perhaps more, of an earlier step
-            return max(
-                0, pages_for(of.length + counts[seq], self.page_size) - len(of.pages[window])
-            )
-
+        """Reserve room: sequence -> new tokens. Raises OutOfPages, with nothing changed."""
+        missing: list[tuple[_Pages, list[int], int]] = []
         for window, pages in self._of.items():
-            needed, free = sum(missing(seq, window) for seq in counts), len(pages.free)
-            if needed > free:
+            for seq, n in counts.items():
+                of = self._sequence(seq)
+                held = of.pages[window]  # perhaps more, of an earlier step
+                missing.append((pages, held, pages_for(of.length + n, self.page_size) - len(held)))
+            needed = sum(max(0, n) for _, _, n in missing[-len(counts) :])
+            if needed > len(pages.free):
+                free = len(pages.free)
                 raise OutOfPages(f"out of KV cache pages: {needed} needed, {free} free")
-        for window, pages in self._of.items():
-            for seq in counts:
-                taken = [pages.take() for _ in range(missing(seq, window))]
-                self._sequences[seq].pages[window] += taken
+        for pages, held, n in missing:
+            held += [pages.take() for _ in range(n)]
 
     def advance(self, counts: Mapping[int, int]) -> None:
         """Count the tokens of grow() as stored; free pages that nothing sees."""

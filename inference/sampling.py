@@ -1,7 +1,6 @@
 """A decode step: from logits to a token.
 
-One random number selects an entry of the cumulative sum, in float64 for rare tokens;
-torch.multinomial needs one for each entry.
+One random number selects an entry of the cumulative sum, in float64 for rare tokens.
 """
 
 from __future__ import annotations
@@ -54,8 +53,7 @@ class Options:
     unused: Sequence[int] = ()  # ids without a token
     logits_processor: Processor | None = None  # docs/GENERATE.md
     constraint: Automaton | Sequence[Automaton | None] | None = None  # for all, or one a row
-    # A token, a string (its last token is the row's last), several of both, or a function (row
-    # number, new tokens) -> bool.
+    # A token, a string, several of both, or a function (row number, new tokens) -> bool.
     stop: StopCondition | None = None
     stats: Stats = field(default_factory=Stats)
 
@@ -144,8 +142,8 @@ class SamplingParams(NamedTuple):
 
 
 def sample_token(logits: Tensor, u: Tensor | None, params: SamplingParams) -> Tensor:
-    """Sample from logits (B, V) at u (B,) in [0, 1), None: the likeliest. Returns (B,) int64,
-    INVALID for a row without a token. top_p: Holtzman et al. 2020, arXiv 1904.09751."""
+    """Sample from logits (B, V) at u (B,) in [0, 1), None: the likeliest. Returns (B,) int64 or
+    INVALID. top_p: Holtzman et al. 2020, arXiv 1904.09751."""
     if params.unused is not None:
         logits = logits.index_fill(-1, params.unused, -torch.inf)
     if u is None:
@@ -178,8 +176,7 @@ def _likeliest(probs: Tensor, top_p: Tensor | float) -> tuple[Tensor, Tensor]:
 
 
 def uniform(device: torch.device, generator: torch.Generator | None) -> Iterator[Tensor]:
-    """Random numbers in [0, 1), (1,) float64 a step, float32 on MPS; 64 at a time: a longer text
-    begins like a shorter one."""
+    """Random numbers in [0, 1), (1,) float64 a step, float32 on MPS."""
     dtype = torch.float32 if device.type == "mps" else torch.float64
     on = device if generator is None else generator.device
 
@@ -229,9 +226,8 @@ def process(processor: Processor, tokens: Tensor, logits: Tensor, **lengths: Ten
     return made.to(logits.dtype)
 
 
-def process_rows(
-    processor: Processor, texts: Tensor, logits: Tensor, lengths: Sequence[int]
-) -> Tensor:
+def process_rows(processor: Processor, texts: Tensor, logits: Tensor,
+                 lengths: Sequence[int]) -> Tensor:  # fmt: skip
     """Process logits (B, V) of texts[b, : lengths[b]], rows of one length at once."""
     logits = logits.float()
     made = torch.empty_like(logits)
@@ -243,8 +239,7 @@ def process_rows(
 
 
 def to_host(token: Tensor, over: Tensor | None) -> Callable[[], list[list[int]]]:
-    """Copy tokens to the host; the returned function waits: [token] a row, with a constraint
-    [token, 1 if it ends the text]."""
+    """Copy to the host; the returned function waits for rows [token], or [token, ends the text]."""
     drawn = token[:, None] if over is None else torch.stack([token, over], dim=1)
     if not drawn.is_cuda:
         return drawn.tolist

@@ -1,9 +1,8 @@
 """The scheduler: many prompts through the rows of a KV cache.
 
 With pages a new prompt replaces a finished text at once; other rows begin and end together (Yu et
-al. 2022, "Orca", OSDI, section 3). A prompt, and all behind it, wait for pages for its longest text
-and those in progress, and one step for another that computes shared pages. A text longer than
-block_size slides: every position moves, nothing is cached.
+al. 2022, "Orca", OSDI, section 3). A prompt waits for all pages that it can need, and one step for
+pages to share. A text longer than block_size slides: nothing is cached.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from inference.cache import Cache, DynamicCache, PagedCache, StaticCache, bucket
 from inference.constrain import combined
 from inference.pages import PagePool, pages_for
 from inference.sampling import ENDED, INVALID, Options, Prompt, SamplingParams, in_range, uniform
-from inference.texts import encode, has_stop, pieces, until
+from inference.texts import encode, has_stop, pieces
 
 if TYPE_CHECKING:
     from model import GPT
@@ -38,14 +37,13 @@ PREFILL = 2048  # most tokens of a padded batch, unless one prompt has more
 def stream(
     model: GPT, prompts: Iterable[Prompt], max_new_tokens: int | Iterable[int], **options: Any
 ) -> Iterator[tuple[int, int]]:
-    """Continue many prompts, and yield each token as it comes.
+    """Continue prompts, `slots` at a time; yield a prompt's number and its next token, at the end
+    ENDED (-1).
 
-    prompts: as in engine.stream(); an iterator's are taken when there is room.
+    prompts: an iterator's are taken when there is room.
     max_new_tokens, generator: for all prompts, or one for each.
-    slots: most texts in progress.
-    n_pages: of the pool; None: enough for a list of prompts, or for `slots` contexts.
+    n_pages: of the pool; None: enough for the longest texts.
     options: as in engine.stream(); kv_cache is "paged" by default.
-    Yields the number of a prompt, and its next token; ENDED (-1) when its text has ended.
     Raises ValueError: as engine.stream(), or a prompt needs more pages than the pool has.
     """
     with closing(Scheduler(model, prompts, max_new_tokens, **options).tokens()) as tokens:
@@ -63,12 +61,10 @@ class Row:
     new: list[int] = field(default_factory=list)
     slot: int = -1
     ended: bool = False  # as far as the host knows
-    n: int = field(init=False)  # of the text, on the device too
-    most: int = field(init=False)  # that the model may read: all but the last
 
     def __post_init__(self) -> None:
-        self.n = len(self.prompt)
-        self.most = self.n + self.room - 1
+        self.n = len(self.prompt)  # of the text, on the device too
+        self.most = self.n + self.room - 1  # that the model may read: all but the last
 
     @property
     def done(self) -> bool:
@@ -84,64 +80,94 @@ class Scheduler:
                  slots: int = 8, kv_cache: str = "paged", compile: bool = False,
                  n_pages: int | None = None, page_size: int = 16,
                  **options: Any) -> None:  # fmt: skip
-        self.model = model
+        self.model, self.block_size = model, model.config.block_size
+        self.device = model.transformer.wte.weight.device
         self.options = Options(**options)
         self.options.fit(model.config.vocab_size, model.tokenizer)
-        self.device = model.transformer.wte.weight.device
-        self.block_size = model.config.block_size
-        self.slots = in_range("slots", slots, 1)
+        n = len(prompts) if isinstance(prompts, Sized) else None
+        if n == 0:
+            raise ValueError("expected at least one prompt of at least one token")
+        self.slots = min(in_range("slots", slots, 1), n or slots)
+        rooms = _each("max_new_tokens", max_new_tokens, n)
+        generators = _each("generator", generator, n)
+        self.coming: Iterator[Row] = map(self._new_row, count(), prompts, rooms, generators)
+        self.known: list[Row] = []  # if their number is known
+        longest = [self.block_size] * self.slots
+        if n is not None:
+            self.known = [*self.coming]
+            self.coming = iter(self.known)
+            longest = sorted(min(row.most, self.block_size) for row in self.known)[-self.slots :]
+        self.waiting: list[Row] = []
+        self.rows: list[Row] = []  # in progress
         page_size = in_range("page_size", page_size, 1)
-        self.kv_cache, self.graph = graphs.choose(model, kv_cache, compile, slots)
+        self.kv_cache, self.graph = graphs.choose(model, kv_cache, compile, self.slots)
         self.params = SamplingParams.on(self.device, self.options)
-        self.constraint = combined(self.options.constraint)
+        constraint = self.options.constraint
+        if isinstance(constraint, Sequence):
+            constraint = [*islice(_each("constraint", constraint, n), n)]
+        self.constraint = combined(constraint)
         if self.constraint is not None:
             self.constraint.to(self.device)
-        # With a parameter `lengths` it is part of the step (docs/GENERATE.md), and its numbers may
-        # change: each call has its own graphs.
+        # With a parameter `lengths` (docs/GENERATE.md) its numbers are the graph's: one a call.
         self.processor = self.options.logits_processor
         called = getattr(self.processor, "forward", self.processor)
         self.in_step = called is None or "lengths" in inspect.signature(called).parameters
         self.of_call = object() if called is not None and self.in_step else None
-        rooms, generators = _each("max_new_tokens", max_new_tokens), _each("generator", generator)
-        self.coming: Iterator[Row] = map(self._new_row, count(), prompts, rooms, generators)
-        self.known: list[Row] = []  # if their number is known
-        longest = [self.block_size] * slots
-        if isinstance(prompts, Sized):
-            self.known = [*self.coming]
-            longest = sorted(min(row.most, self.block_size) for row in self.known)[-slots:]
-            self.coming = iter(self.known)
         self.stats, self.cache = self.options.stats, Cache()
         if self.kv_cache == "paged":
-            enough = 1 + sum(pages_for(n, page_size) for n in longest)
+            enough = 1 + max(1, sum(pages_for(n, page_size) for n in longest))
             self.cache = self._pages(enough if n_pages is None else n_pages, page_size)
-        self.ahead = 1 if self.device.type == "cuda" else 0  # steps launched before one is read
-        self.waiting: list[Row] = []
-        self.rows: list[Row] = []
-        self.texts = torch.zeros(slots, 1, dtype=torch.int64, device=self.device)
-        self.states = torch.zeros(slots, 2, dtype=torch.int64, device=self.device)
-        # On the device: slots, lengths and tokens (B,) of the last step's rows.
-        self.batch: list[Row] = []
-        self.slot = self.length = self.token = self.texts[:0, 0]
+        # On the device: texts and constraints' states by slot; slots and lengths (B,) of `batch`.
+        self.texts = torch.zeros(self.slots, 1, dtype=torch.int64, device=self.device)
+        self.states = torch.zeros(self.slots, 2, dtype=torch.int64, device=self.device)
+        self.batch: list[Row] = []  # of the last step
+        self.slot = self.length = self.texts[:0, 0]
+        self.longest = 0  # of self.length
         self.decoding = False  # the same rows go on
+
+    def _new_row(
+        self, index: int, prompt: Prompt, new: int, generator: torch.Generator | None
+    ) -> Row:
+        config, text = self.model.config, None
+        if isinstance(prompt, str):
+            tokenizer = sampling.needed(self.model.tokenizer, f"the prompt {prompt!r:.60}")
+            text, prompt = encode(prompt, tokenizer, config.block_size)
+        ids = sampling.check_prompt(index, prompt, config.vocab_size)
+        random = uniform(self.device, generator) if self.options.temperature else None
+        return Row(index, text, ids, in_range("max_new_tokens", new, 0), random)
+
+    def _pages(self, n_pages: int, page_size: int) -> PagedCache:
+        config = self.model.config
+        sizes, prefill = {}, pages_for(max(PREFILL, self.block_size), page_size)
+        for window in config.windows:
+            kept = self.slots * pages_for(self.block_size, page_size, window)
+            sizes[window] = n_pages if window is None else min(n_pages, 1 + kept + prefill)
+        self.stats.all_pages = sum(n - 1 for n in sizes.values())
+        return PagedCache(
+            config.n_layer, config.kv_heads, config.head_dim, n_pages=sizes, page_size=page_size,
+            windows=config.windows, dtype=getattr(torch, self.model.phase().dtype),
+            device=self.device,
+        )  # fmt: skip
 
     @torch.no_grad()
     def tokens(self) -> Generator[tuple[Row, int], None, None]:
-        pending: deque[Launched] = deque()
+        ahead = 1 if self.device.type == "cuda" else 0  # steps launched before one is read
+        launched: deque[Launched] = deque()
         try:
             while True:
-                new = [*islice(self.coming, self.slots - len(self.rows) - len(self.waiting))]
+                room = self.slots - len(self.rows) - len(self.waiting)
+                new = [*islice(self.coming, room)]
                 self.waiting += [row for row in new if row.room]
                 yield from ((row, ENDED) for row in new if not row.room)
-                self._admit()
-                going = bool(self.rows)
-                if going:
-                    pending.append(self._step())
-                elif not new and not pending:
+                if not (new or self.waiting or self.rows or launched):
                     return
-                if pending and (len(pending) > self.ahead or not going):
-                    yield from self._read(*pending.popleft())
+                self._admit()
+                if self.rows:
+                    launched.append(self._step())
+                while len(launched) > (ahead if self.rows or self.waiting else 0):
+                    yield from self._read(*launched.popleft())
         finally:
-            self._free([*self.rows])
+            self._leave(interrupted=True)
 
     def _read(
         self, rows: Sequence[Row], tokens: Callable[[], list[list[int]]]
@@ -173,31 +199,33 @@ class Scheduler:
         return last in options.stop_ids or has_stop(row.new, row.prompt, tokenizer, stops)
 
     def pieces(self, row: Row, new: Iterable[int]) -> Iterator[str]:
-        tokenizer, stops = self.model.tokenizer, self.options.stop_strings
-        known = (token for token in new if token not in tokenizer.ends)
-        return until(pieces(known, tokenizer, row.text or "", row.prompt), stops)
+        stops = self.options.stop_strings
+        return pieces(new, self.model.tokenizer, row.text or "", row.prompt, stops)
 
-    def _leave(self) -> None:
-        done = [row for row in self.rows if row.done]
-        if len(done) == len(self.rows) or self.cache.pool is not None:
-            self._free(done)
-
-    def _free(self, rows: Sequence[Row]) -> None:
-        for row in rows:
-            self.rows.remove(row)
-            self.cache.free(row.slot)
-        if self.cache.pool is None and not self.rows:
+    def _leave(self, interrupted: bool = False) -> None:
+        done = [row for row in self.rows if row.done or interrupted]
+        if self.cache.pool is not None:
+            for row in done:
+                self.rows.remove(row)
+                self.cache.pool.free(row.slot)
+        elif len(done) == len(self.rows):
+            self.rows = []
             self._drop_cache()
 
     def _drop_cache(self) -> None:
         graphs.give_back(self.model, self.cache)
         self.cache = Cache()
 
+    # --- admission ---
+
     def _admit(self) -> None:
+        coming = self.waiting[: self.slots - len(self.rows)]
         if self.cache.pool is not None:
-            self._admit_to_pages(self.cache.pool)
-        elif self.waiting and not self.rows:
-            self._admit_together()
+            self._admit_to_pages(coming, self.cache.pool)
+        elif coming and not self.rows:
+            self.cache = self._contiguous(coming)
+            for slot, row in enumerate(coming):
+                self._begin(row, slot)
         if self.waiting and not self.rows:
             row = self.waiting[0]
             raise UserError(
@@ -205,77 +233,34 @@ class Scheduler:
                 f"than the {self.stats.all_pages} pages of the pool: raise n_pages"
             )
 
-    def _new_row(
-        self, index: int, prompt: Prompt, new: int, generator: torch.Generator | None
-    ) -> Row:
-        config, text = self.model.config, None
-        if isinstance(prompt, str):
-            tokenizer = sampling.needed(self.model.tokenizer, f"the prompt {prompt!r:.60}")
-            text, prompt = encode(prompt, tokenizer, config.block_size)
-        ids = sampling.check_prompt(index, prompt, config.vocab_size)
-        random = uniform(self.device, generator) if self.options.temperature else None
-        return Row(index, text, ids, in_range("max_new_tokens", new, 0), random)
+    def _contiguous(self, rows: Sequence[Row]) -> Cache:
+        config, T = self.model.config, max(row.n for row in rows)
+        longest = T + max(row.room for row in rows)
+        if self.kv_cache == "none" or longest == T + 1 or self.block_size <= T:
+            return Cache()
+        if self.kv_cache == "dynamic":
+            return DynamicCache(
+                config.n_layer, max_len=self.block_size, windows=config.windows,
+                pad=[T - row.n for row in rows], device=self.device,
+            )  # fmt: skip
+        # Rounded up: other lengths reuse the graphs.
+        max_len = bucket(longest, self.block_size)
+        return graphs.static_cache(self.model, len(rows), max_len, self.graph)
 
-    def _begin(self, rows: Sequence[Row]) -> None:
-        longest = max(len(row.prompt) + row.room for row in rows)
-        width = bucket(longest, 2 * longest + 128)
-        if (more := width - self.texts.shape[1]) > 0:
-            self.texts = torch.cat([self.texts, self.texts[:, :1].expand(-1, more)], dim=1)
-        for row in rows:
-            self.rows.append(row)
-            # Elsewhere the first token: harmless to sets of tokens.
-            self.texts[row.slot] = row.prompt[0]
-            self.texts[row.slot, : len(row.prompt)] = self._on_device(row.prompt)
-            if self.constraint is not None:
-                self.states[row.slot] = self.constraint.start([row.index], [row.room])[0]
-
-    def _admit_together(self) -> None:
-        rows, self.waiting = self.waiting, []
-        for slot, row in enumerate(rows):
-            row.slot = slot
-        config, lengths = self.model.config, [len(row.prompt) for row in rows]
-        T, longest = max(lengths), max(lengths) + max(row.room for row in rows)
-        if self.kv_cache != "none" and longest > T + 1 and self.block_size > T:
-            if self.kv_cache == "dynamic":
-                self.cache = DynamicCache(
-                    config.n_layer, max_len=self.block_size, windows=config.windows,
-                    pad=[T - n for n in lengths], device=self.device,
-                )  # fmt: skip
-            else:  # rounded up: other lengths reuse the graphs
-                max_len = bucket(min(longest, self.block_size), self.block_size)
-                self.cache = graphs.static_cache(self.model, len(rows), max_len, self.graph)
-        self._begin(rows)
-
-    def _pages(self, n_pages: int, page_size: int) -> PagedCache:
-        config, slots = self.model.config, self.slots
-        sizes, prefill = {}, pages_for(max(PREFILL, self.block_size), page_size)
-        for window in config.windows:
-            kept = slots * pages_for(self.block_size, page_size, window)
-            sizes[window] = n_pages if window is None else min(n_pages, 1 + kept + prefill)
-        self.stats.all_pages = sum(n - 1 for n in sizes.values())
-        return PagedCache(
-            config.n_layer, config.kv_heads, config.head_dim, n_pages=sizes, page_size=page_size,
-            windows=config.windows, dtype=getattr(torch, self.model.phase().dtype),
-            device=self.device,
-        )  # fmt: skip
-
-    def _admit_to_pages(self, pool: PagePool) -> None:
-        admitted: list[Row] = []
-        for row in [*self.waiting]:
+    def _admit_to_pages(self, coming: Sequence[Row], pool: PagePool) -> None:
+        for row in coming:
             shared = row.prompt if row.most <= self.block_size else []
-            row.slot = pool.new(shared)
+            slot = row.slot = pool.new(shared)
             if not self._fit([*self.rows, row], pool):
-                pool.free(row.slot)
+                pool.free(slot)
                 break
-            # It may compute a page to share.
-            n = pool.length(row.slot) + pool.page_size
-            if n < len(shared) and any(other.prompt[:n] == shared[:n] for other in admitted):
-                pool.free(row.slot)
+            n = pool.length(slot) + pool.page_size
+            new = (other.prompt for other in self.rows if other.n == len(other.prompt))
+            if n < len(shared) and any(other[:n] == shared[:n] for other in new):
+                pool.free(slot)  # the other computes a page to share
                 continue
-            self.waiting.remove(row)
-            self._begin([row])
-            admitted += [row] * bool(shared)
-            self.stats.shared_pages += pool.length(row.slot) // pool.page_size
+            self._begin(row, slot)
+            self.stats.shared_pages += pool.length(slot) // pool.page_size
 
     def _fit(self, rows: Sequence[Row], pool: PagePool) -> bool:
         for window, n in pool.n_pages.items():
@@ -284,14 +269,31 @@ class Scheduler:
                 room = pool.n_free() + sum(len(pool.pages(row.slot)) for row in rows)
             for row in rows:
                 stored = min(row.most, self.block_size)
-                prefill = len(row.prompt) if row.n == len(row.prompt) else 0
+                read = len(row.prompt) if row.n == len(row.prompt) else 1
                 if row.most > self.block_size:  # it slides: read again in each step
-                    prefill = stored
+                    read = stored
                 kept = pages_for(stored, pool.page_size, window)
-                needed += max(kept, pages_for(prefill, pool.page_size))
+                needed += max(kept, pages_for(read, pool.page_size))
             if needed > room:
                 return False
         return True
+
+    def _begin(self, row: Row, slot: int) -> None:
+        self.waiting.remove(row)
+        self.rows.append(row)
+        row.slot = slot
+        self._widen(row.n + min(row.room, self.block_size))  # one width while it has a cache
+        # Elsewhere the first token: harmless to sets of tokens.
+        self.texts[slot] = row.prompt[0]
+        self.texts[slot, : row.n] = self._on_device(row.prompt)
+        if self.constraint is not None:
+            self.states[slot] = self.constraint.start([row.index], [row.room])[0]
+
+    def _widen(self, n: int) -> None:
+        if (more := bucket(n) - self.texts.shape[1]) > 0:
+            self.texts = torch.cat([self.texts, self.texts[:, :1].expand(-1, more)], dim=1)
+
+    # --- a step ---
 
     def _step(self) -> Launched:
         if self.cache.pool is None and any(r.n > self.block_size for r in self.rows if not r.done):
@@ -301,9 +303,12 @@ class Scheduler:
         self.decoding = rows == self.batch
         if self.decoding:
             self.length = self.length + 1
+            self.longest += 1
         else:
             self.batch = rows
             self.slot, self.length = self._on_device([[r.slot for r in rows], [r.n for r in rows]])
+            self.longest = max(row.n for row in rows)
+        self._widen(self.longest + 1)
         u = [next(row.random) for row in rows if row.random is not None]
         state = None if self.constraint is None else self.states[self.slot]
         how = self.params, self.constraint, state, torch.cat(u) if u else None
@@ -318,8 +323,7 @@ class Scheduler:
                 lengths = [row.n for row in rows]
                 logits = sampling.process_rows(processor, self.texts[self.slot], logits, lengths)
             token, after, over = self._run(sampling.sample_step, logits, how, texts)
-        self.token = token.clamp(min=0)  # INVALID is for the host
-        self.texts[self.slot, self.length] = self.token
+        self.texts[self.slot, self.length] = token.clamp(min=0)  # INVALID is for the host
         if after is not None:
             self.states[self.slot] = after
         for row in rows:
@@ -350,10 +354,11 @@ class Scheduler:
 
     def _forward(self, function: Callable[..., T], rows: Sequence[Row], *args: object) -> T:
         """`read` as in sampling.next_logits()."""
+        pool = self.cache.pool
         counts = [0 if row.done else self._reads(row) for row in rows]
         T, last = max(counts), None
         if self.decoding and T == 1 and len(rows) == len(self.batch):
-            idx = self.token[:, None]
+            idx = self.texts[self.slot[:, None], self.length[:, None] - 1]
         else:
             left = isinstance(self.cache, DynamicCache)
             begin = [row.n - (T if left else n) for row, n in zip(rows, counts)]
@@ -362,7 +367,6 @@ class Scheduler:
             at = (at + torch.arange(T, device=self.device)).clamp(0, self.texts.shape[1] - 1)
             idx = self.texts[slot, at]
             last = None if left or min(counts) == T else last
-        pool = self.cache.pool
         for row in rows:
             if pool is not None and row.n > self.block_size:
                 pool.free(row.slot)
@@ -383,9 +387,11 @@ class Scheduler:
         return to_device(torch.tensor(numbers, dtype=torch.int64), self.device)
 
 
-def _each(name: str, given: T | Iterable[T]) -> Iterator[T]:
+def _each(name: str, given: Any, n: int | None) -> Iterator[Any]:
+    """One value for each prompt; n: of them, None: unknown."""
     if not isinstance(given, Iterable) or getattr(given, "ndim", 1) == 0:
         yield from repeat(given)
-    else:
-        yield from given
-    raise ValueError(f"{name} has fewer entries than there are prompts")
+    if n is not None and isinstance(given, Sized) and len(given) != n:
+        raise ValueError(f"{name}: expected one, or {n} for {n} prompts, got {len(given)}")
+    yield from given
+    raise ValueError(f"{name}: fewer values than prompts")

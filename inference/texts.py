@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from core.settings import UserError
@@ -36,33 +37,29 @@ def encode(prompt: str, tokenizer: Tokenizer, block_size: int) -> tuple[str, lis
     return prompt, ids
 
 
-def pieces(
-    new: Iterable[int], tokenizer: Tokenizer, prompt: str, ids: Sequence[int]
-) -> Iterator[str]:
-    found = tokenizer.stream_decode(new, ids if prompt else ())
+def pieces(new: Iterable[int], tokenizer: Tokenizer, prompt: str, ids: Sequence[int],
+           stops: Sequence[str]) -> Iterator[str]:  # fmt: skip
+    """The text of new tokens after a prompt's `ids`, up to an end token or stop string."""
+    known = (token for token in new if token not in tokenizer.ends)
+    found = tokenizer.stream_decode(known, ids if prompt else ())
     if prompt[-1:].isspace() and not tokenizer.decode(ids)[-1:].isspace():
-        yield next(found, "").removeprefix(" ")  # the prompt's last space has no token (WordPiece)
-    yield from found
-
-
-def until(pieces: Iterable[str], stops: Sequence[str]) -> Iterator[str]:
+        # The prompt's last space has no token (WordPiece).
+        found = chain([next(found, "").removeprefix(" ")], found)
     held = ""
-    for piece in pieces:
+    for piece in found:
         held += piece
-        if found := [at for stop in stops if (at := held.find(stop)) >= 0]:
-            yield held[: min(found)]
+        if ends := [at for stop in stops if (at := held.find(stop)) >= 0]:
+            yield held[: min(ends)]
             return
-        ends = (n for n in range(len(held)) if any(s.startswith(held[n:]) for s in stops))
-        n = next(ends, len(held))
+        begins = (n for n in range(len(held)) if any(s.startswith(held[n:]) for s in stops))
+        n = next(begins, len(held))
         yield held[:n]
         held = held[n:]
     yield held
 
 
-def has_stop(
-    new: Sequence[int], ids: Sequence[int], tokenizer: Tokenizer, stops: Sequence[str]
-) -> bool:
-    """`ids` are the prompt's."""
+def has_stop(new: Sequence[int], ids: Sequence[int], tokenizer: Tokenizer,
+             stops: Sequence[str]) -> bool:  # fmt: skip
     if not stops:
         return False
     n = 4 * max(map(len, stops)) + 16  # at most 4 tokens a character

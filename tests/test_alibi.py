@@ -12,7 +12,7 @@ import torch
 import checkpoint
 from core.settings import UserError
 from model import alibi_slopes
-from viewer.maps import maps, scores, watched, weights
+from viewer.document import maps, scores, watched, weights
 
 build = partial(test_model.build, position="alibi")
 

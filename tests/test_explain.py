@@ -29,9 +29,8 @@ from data.tokenizer import CharTokenizer
 from explain import ExplainConfig
 from model import GPT, GPTConfig
 from viewer import page as viewer_page
-from viewer.document import Document, pack, token_of, unpack
-from viewer.maps import maps, watched
-from viewer.text import render
+from viewer.document import Document, maps, pack, token_of, unpack, watched
+from viewer.page import as_text as render
 
 PROMPT = "to be, or not\nto be that is"
 TOKENIZER = CharTokenizer([*map(chr, range(32, 127)), "\n", "\u2028"])

@@ -1,1 +1,1 @@
-"""The data (document.py) and views (page.py, text.py) of explain.py."""
+"""The data (document.py) and views (page.py) of explain.py."""

@@ -136,10 +136,9 @@ function hatch(c, x, y, width, height) {
 /** Tokens as a row of buttons. look(i) shows the token pointed at, else the chosen one, `pinned`. */
 function tokenStrip(box, look) {
   const { tokens, segments } = about;
-  const self = { pinned: T - 1, current: 0 };
+  const self = { pinned: T - 1 };
   const pick = (i) => {
     self.pinned = i;
-    self.go(i);
     look(i);
   };
   self.chips = tokens.map((token, i) => h("button", {
@@ -157,18 +156,16 @@ function tokenStrip(box, look) {
   });
   /** Make a token the one that the Tab key reaches, and scroll to it (not the page, too). */
   self.go = (i) => {
-    self.chips[self.current].tabIndex = -1;
-    self.current = i;
-    self.chips[i].tabIndex = 0;
+    self.chips.forEach((chip, n) => { chip.tabIndex = n === i ? 0 : -1; });
     const { offsetTop, offsetHeight } = self.chips[i];
     const top = offsetTop - box.offsetTop;
     box.scrollTop = clamp(box.scrollTop, top + offsetHeight - box.clientHeight + 8, top - 8);
   };
   const to = (i) => {
     pick(clamp(i, 0, T - 1)); // the chip may already have the focus
-    self.chips[self.current].focus();
+    self.chips[self.pinned].focus();
   };
-  onKeys(box, { ArrowLeft: () => to(self.current - 1), ArrowRight: () => to(self.current + 1),
+  onKeys(box, { ArrowLeft: () => to(self.pinned - 1), ArrowRight: () => to(self.pinned + 1),
     Home: () => to(0), End: () => to(T - 1) });
   return self;
 }

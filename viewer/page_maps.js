@@ -21,24 +21,19 @@ function thumbnails() {
   const buttons = Array.from({ length: L * H }, (_, n) => {
     const [layer, head] = [Math.floor(n / H), n % H];
     const button = h("button", { type: "button", "aria-label": `Layer ${layer}, head ${head}`,
-      onclick: () => chooseHead(layer, head) },
+      onclick: () => drawMaps({ layer, head }) },
     mapPicture(layer, head, h("canvas", { "aria-hidden": "true" })));
     if (head === 0) box.append(label("layer", layer));
     box.append(button);
     return button;
   });
   const move = (down, right) => {
-    chooseHead(clamp(map.layer + down, 0, L - 1), clamp(map.head + right, 0, H - 1));
+    drawMaps({ layer: clamp(map.layer + down, 0, L - 1), head: clamp(map.head + right, 0, H - 1) });
     buttons[map.layer * H + map.head].focus();
   };
   onKeys(box, { ArrowLeft: () => move(0, -1), ArrowRight: () => move(0, 1),
     ArrowUp: () => move(-1, 0), ArrowDown: () => move(1, 0) });
   return buttons;
-}
-
-function chooseHead(layer, head) {
-  Object.assign(map, { layer, head });
-  drawMaps();
 }
 
 function drawMap() {
@@ -117,8 +112,7 @@ function drawQuery() {
     const [cell, under] = chip.children;
     const seen = sees(layer, query, j);
     const hidden = j <= query && !seen;
-    chip.className = [j > query && "later", hidden && "hidden hatched", j === query && "query"]
-      .filter(Boolean).join(" ");
+    chip.className = j > query ? "later" : hidden ? "hidden" : j === query ? "query" : "";
     cell.classList.toggle("hatch", hidden);
     const w = weight(layer, head, query, j);
     const rgb = colours()[place(Math.sqrt(w))];
@@ -130,12 +124,12 @@ function drawQuery() {
   strip.go(query);
 }
 
-function drawMaps() {
-  const { layer, head, query, key } = map;
+function drawMaps(chosen = {}) {
+  const { layer, head, query, key } = Object.assign(map, chosen);
   thumbs.forEach((button, n) => {
-    const chosen = n === layer * H + head;
-    button.setAttribute("aria-pressed", String(chosen));
-    button.tabIndex = chosen ? 0 : -1;
+    const pressed = n === layer * H + head;
+    button.setAttribute("aria-pressed", String(pressed));
+    button.tabIndex = pressed ? 0 : -1;
   });
   $("map-title").textContent = `Layer ${layer}, head ${head}`;
   const nats = maps.entropy[layer][head];

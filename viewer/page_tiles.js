@@ -137,8 +137,8 @@ function chooseTab(id) {
 
 function listenToTiles() {
   $("tiles-legend").append(
-    entry(h("i", { class: "bar earlier" }), "e^(s − m) of earlier tiles, with the m of now"),
-    entry(h("i", { class: "bar current" }), "of this tile"),
+    entry(h("i", { class: "earlier" }), "e^(s − m) of earlier tiles, with the m of now"),
+    entry(h("i", { class: "current" }), "of this tile"),
     entry(h("i", { class: "hatch" }), "masked"));
   for (const id of ["map", "tiles"]) $(`${id}-tab`).addEventListener("click", () => chooseTab(id));
   const other = () => {

@@ -10,6 +10,10 @@ from typing import NamedTuple
 from course import ROOT
 
 NUMBERS = (*"123456", *(f"7.{n}" for n in range(1, 7)), *map(str, range(8, 14)))
+# Hints of several exercises.
+ALIGNED = "Query i sees key j where j <= i + Tk - Tq, not j <= i"
+SCALE = "Divide the scores by sqrt(D)"
+UNMASKED = "The causal mask is missing"
 
 
 class Exercise(NamedTuple):

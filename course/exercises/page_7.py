@@ -10,6 +10,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from course.exercises import ALIGNED, UNMASKED
 from course.exercises.check import causal, draws, reference, same
 
 # Before model.py (for exercise 11) or an answer imports Triton.
@@ -130,8 +131,8 @@ FORWARD = [
     ("tl.exp2(m_i - m_new)", "tl.exp2(m_new - m_new)", "Rescale l_i and O_i by 2^(m_i - m_new)"),
     ("tl.exp2", "tl.exp", "Use tl.exp2: scale has the factor log2(e)"),
     ("tl.log2", "tl.log", "L is to base 2: m_i + tl.log2(l_i)"),
-    (" + Tk - Tq", "", "Query i sees key j where j <= i + Tk - Tq, not j <= i"),
-    ('S_ij = tl.where(seen, S_ij, float("-inf"))', "pass", "The causal mask is missing"),
+    (" + Tk - Tq", "", ALIGNED),
+    ('S_ij = tl.where(seen, S_ij, float("-inf"))', "pass", UNMASKED),
 ]
 
 
@@ -149,8 +150,7 @@ BACKWARD = [
     (DS, "dP_ij - delta_i[:, None]", "Multiply dP_ij - delta_i by P_ij"),
     ("tl.where(seen, tl.exp2(S_ij - L_i[:, None]), 0.0)", "tl.exp2(S_ij - L_i[:, None])",
      "The causal mask is missing: P_ij is 0 where j > i + Tk - Tq"),
-    ("j[None, :] <= i[:, None] + Tk - Tq", "j[None, :] <= i[:, None]",
-     "Query i sees key j where j <= i + Tk - Tq, not j <= i"),
+    ("j[None, :] <= i[:, None] + Tk - Tq", "j[None, :] <= i[:, None]", ALIGNED),
     ("scale * tl.dot", "tau * tl.dot", "2^x needs the scores with scale, which has log2(e)"),
     ("tl.trans(P_ij)", "P_ij", "dV is P^T dO, dK is dS^T Q: tl.trans()"),
     ("tl.exp2", "tl.exp", "L is to base 2: P_ij = 2^(S_ij - L_i)"),

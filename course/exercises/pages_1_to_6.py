@@ -9,13 +9,14 @@ from torch import Tensor
 
 from attention.spec import visible
 from attention.tiled import blocks, wholly_masked
+from course.exercises import ALIGNED, SCALE, UNMASKED
 from course.exercises.check import Forbidding, Live, Wrong, causal, compare, draws, reference, same
 
 LOOKUP = [
     ("return e / e.sum()", "return e", "Divide exp(s) by its sum"),
     ("s - s.max()", "s", "Subtract the largest score before exp(), or exp() overflows"),
     ("s - s.max()", "s.clamp(-80, 80)", "Do not clamp: subtract the largest score"),
-    (" / math.sqrt(len(q))", "", "Divide the scores by sqrt(D)"),
+    (" / math.sqrt(len(q))", "", SCALE),
     ("/ math.sqrt(len(q))", "/ len(q)", "Divide the scores by sqrt(D), not by D"),
     (" @ V", " @ K", "Sum the values, not the keys"),
     ("softmax(K @ q / math.sqrt(len(q)))", "(K @ q / math.sqrt(len(q)))",
@@ -72,7 +73,7 @@ HEADS = {  # H, Hkv, seen
 }
 HIDE = "scores.masked_fill(~seen, torch.finfo(scores.dtype).min)"
 FORMULA = [
-    (" / math.sqrt(D)", "", "Divide the scores by sqrt(D)"),
+    (" / math.sqrt(D)", "", SCALE),
     ("t.repeat_interleave(H // k.shape[1], dim=1)", "t.repeat(1, H // k.shape[1], 1)",
      "Head h reads head h // (H / Hkv), not h % Hkv"),
     ("dim=-1", "dim=0", "Softmax over the keys, not over the heads"),
@@ -150,7 +151,7 @@ DIVIDE = "O / l.masked_fill(l == 0, 1)"
 TILES = [
     (SEEN, SEEN.removesuffix(" + offset"), "Query i sees key j where j <= i + offset, not j <= i"),
     (SEEN, f"({SEEN}) | True", "The mask inside the tile is missing"),
-    (" / math.sqrt(Q_i.shape[1])", "", "Divide the scores by sqrt(D)"),
+    (" / math.sqrt(Q_i.shape[1])", "", SCALE),
     (DIVIDE, "O", "Divide by l after the last tile"),
     (DIVIDE, "O / l", "l is 0 for a query without a visible key"),
     ("rescale * O", "O", "Rescale O by exp(m - m_new)"),
@@ -227,8 +228,8 @@ BACKWARD = [
     ("dq += tau", "dq = tau", "Add the parts of dq of all blocks: dq is overwritten"),
     (DV, "(P.mT @ dout)[0]", SHARED),
     (DK, "(dS.mT @ q)[0]", SHARED),
-    (".masked_fill(j > i + Tk - Tq, 0.0)", "", "The causal mask is missing"),
-    ("j > i + Tk - Tq", "j > i", "Query i sees key j where j <= i + Tk - Tq, not j <= i"),
+    (".masked_fill(j > i + Tk - Tq, 0.0)", "", UNMASKED),
+    ("j > i + Tk - Tq", "j > i", ALIGNED),
     ("torch.exp(S - L[..., None])", "torch.softmax(S, dim=-1)",
      "P is exp(S - L): softmax of the block leaves out the other keys"),
 ]

@@ -6,6 +6,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from course.exercises import SCALE, UNMASKED
 from course.exercises.check import Live, Wrong, causal, compare, draws, same
 from model import GPTConfig, rope_rates, rotate
 
@@ -64,7 +65,7 @@ PAGED = [
     ("torch.arange(length)", "torch.arange(-(-length // page_size) * page_size)",
      "Read the last page only up to `length`"),
     ("torch.arange(length)", "torch.arange(length - 1)", "The newest token sees itself, too"),
-    (" / math.sqrt(D)", "", "Divide the scores by sqrt(D)"),
+    (" / math.sqrt(D)", "", SCALE),
 ]
 
 
@@ -102,7 +103,7 @@ RING = [
      "delta is of the block alone: it is rowsum(dout * out), with the out over ALL keys"),
     (f"P * (dP - {DELTA})", "P * dP", "Subtract delta = rowsum(dout * out) from dP"),
     ("P * (dP - (dout", "(dP - (dout", "Multiply dP - delta by P"),
-    (".masked_fill(j > i + offset, 0.0)", "", "The causal mask is missing"),
+    (".masked_fill(j > i + offset, 0.0)", "", UNMASKED),
     ("j > i + offset", "j > i", "Query i sees key j where j <= i + offset, not j <= i"),
     ("tau * (dS @ k)", "dS @ k", "Scale dq by 1 / sqrt(D)"),
 ]
@@ -150,7 +151,7 @@ ROPE = [
     (f"{TURNED} @ k.T", f"{TURNED} @ rotate(k, torch.arange(Tk), theta).T",
      "The keys in the cache are rotated already"),
     (TURNED, "q", "Rotate the queries"),
-    (" / q.shape[1] ** 0.5", "", "Divide the scores by sqrt(D)"),
+    (" / q.shape[1] ** 0.5", "", SCALE),
 ]
 
 
