@@ -1,4 +1,4 @@
-"""Checkpoints: exact, complete after any kill, no code is executed; other programs' files."""
+"""Checkpoints: exact, complete after any kill; other programs' files. Damage: test_damage.py."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import pickle
 import resource
 import shutil
+import signal
 import sys
 import zipfile
 from collections.abc import Callable, Iterator
@@ -15,31 +16,50 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import processes
 import pytest
 import torch
+import torch.distributed as dist
+from conftest import few
 from test_train import nanogpt_file
+from torch import Tensor
 
 import checkpoint
 from attention import Policy
+from core.distributed import DistInfo
+from core.optimizer import build_optimizer, tensors
+from core.options import TrainConfig
 from core.settings import UserError
 from model import GPT, GPTConfig
 
+CPU = torch.device("cpu")
 TINY = GPTConfig(block_size=8, vocab_size=20, n_layer=2, n_head=2, n_embd=8)
 FILES = ("model.safetensors", "optimizer.pt", "settings.json", "train_state.json")
 
 
-def save(out: Path, step: int, *, keep: int = 2, fill: float | None = None, **state: Any) -> Path:
-    """TINY filled with one number, by default the step."""
+def restored(folder: Path) -> dict[str, Tensor]:
+    """Weights and optimizer as one process goes on with them."""
+    saved = checkpoint.load(folder)
+    model = saved.model(attention_backend="manual")
+    optimizer = build_optimizer(model, saved.read("train", TrainConfig), CPU)
+    torch.nn.init.zeros_(model.transformer.wte.weight)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    step, _ = checkpoint.restore(saved, model, optimizer, scaler, 0, DistInfo(CPU))
+    assert step == saved.step == int(folder.name[5:])
+    return tensors(model, optimizer)
+
+
+def save(out: Path, step: int, *, keep: int = 2, fill: float | None = None,
+         group: DistInfo | None = None, **state: Any) -> Path:  # fmt: skip
+    """TINY filled with one number, by default the step; group: of processes, each with its part."""
     value = float(step if fill is None else fill)
     weights = {k: torch.full_like(v, value) for k, v in GPT(TINY).state_dict().items()}
+    how: Any = {"weights": weights} if group is None else {
+        "distributed": group, "shards": {f"model.{k}": t for k, t in weights.items()}}
     return checkpoint.save(
-        out,
-        weights=weights,
+        out, **how, settings={"train": {}, "model": asdict(TINY), "tokenizer": {"name": "char"}},
         optimizer={"optimizer": {"m": torch.full((5000,), value)}, "scaler": {}, "rng": []},
-        settings={"train": {}, "model": asdict(TINY), "tokenizer": {"name": "char"}},
-        state={"step": step, "value": value, **state},
-        keep=keep,
-    )
+        state={"step": step, "value": value, **state}, keep=keep)  # fmt: skip
 
 
 def value(folder: Path) -> float:
@@ -132,6 +152,7 @@ def test_an_earlier_run_is_archived(tmp_path):
 
 CHANGES = {"fsync", "open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.chmod"}
 armed: list[tuple[list[str], int, Callable[[], None]]] = []
+hooked: list[Any] = []
 
 
 def audit(event: str, args: tuple[Any, ...]) -> None:
@@ -160,9 +181,6 @@ def at_operation(n: int, stop: Callable[[], None]) -> Iterator[list[str]]:
         armed.pop()
 
 
-hooked: list[Any] = []
-
-
 class Crash(BaseException):
     """The end of the process."""
 
@@ -171,43 +189,72 @@ def crash() -> None:
     raise Crash
 
 
-@pytest.mark.parametrize("losses", [[], [1.0, 5.0]])
+def survived(out: Path, losses: list[float]) -> float | None:
+    """The newest checkpoint's number, if any; the best stays, and further saves clean up."""
+    step = len(losses) + 1
+    left = [value(folder) for folder in checkpoint.folders(out)]
+    if losses:
+        assert left[-1] in (len(losses), 99)
+        best = checkpoint.best_folder(out)
+        assert best is not None and checkpoint.load(best).state["val_loss"] == 1.0
+    if not (out / f"step-{step:08}").exists():
+        save(out, step, keep=1, fill=7, val_loss=6.0)
+    save(out, step + 1, keep=1, fill=8, val_loss=7.0)
+    assert value(checkpoint.latest(out)) == 8
+    kept = "step-00000001" if losses else f"step-{step:08}"
+    assert names(out) == [kept, f"step-{step + 1:08}"]
+    return left[-1] if left else None
+
+
+def edges(operations: list[str]) -> list[int]:
+    """Of each run of the same operation the first and the last."""
+    changes = [at for at in range(1, len(operations)) if operations[at - 1] != operations[at]]
+    return sorted({0, *changes, *(at - 1 for at in changes), len(operations) - 1})
+
+
+def begun(out: Path, losses: list[float], group: DistInfo | None = None) -> Path:
+    out.mkdir(exist_ok=True)
+    for step, loss in enumerate(losses, 1):
+        save(out, step, keep=9, val_loss=loss, group=group)
+    return out
+
+
+@pytest.mark.parametrize("losses", few([[1.0, 5.0], []]))
 def test_a_crash_between_any_two_operations(losses, tmp_path):
-    """One is complete, the best stays, and a further save cleans up."""
-    start, step, outcomes = tmp_path / "start", len(losses) + 1, set()
-    start.mkdir()
-    for s, loss in enumerate(losses, 1):
-        save(start, s, keep=9, val_loss=loss)
-    for n in range(999):
+    start, last = begun(tmp_path / "start", losses), {"keep": 1, "fill": 99, "val_loss": 6.0}
+    shutil.copytree(start, whole := tmp_path / "whole")
+    with at_operation(-1, crash) as operations:
+        save(whole, len(losses) + 1, **last)
+    outcomes = set()
+    for n in edges(operations):
         shutil.copytree(start, out := tmp_path / str(n))
-        with contextlib.suppress(Crash), at_operation(n, crash) as seen:
-            save(out, step, keep=1, fill=99, val_loss=6.0)
-        if len(seen) <= n:
-            break
-        left = [value(folder) for folder in checkpoint.folders(out)]
-        if losses:
-            assert left[-1] in (len(losses), 99), seen
-            best = checkpoint.best_folder(out)
-            assert best is not None and checkpoint.load(best).state["val_loss"] == 1.0
-        outcomes.add(left[-1] if left else None)
-        if not (out / f"step-{step:08d}").exists():
-            save(out, step, keep=1, fill=7, val_loss=6.0)
-        save(out, step + 1, keep=1, fill=8, val_loss=7.0)
-        assert value(checkpoint.latest(out)) == 8
-        kept = ["step-00000001" if losses else f"step-{step:08d}"]
-        assert names(out) == [*kept, f"step-{step + 1:08d}"]
-        shutil.rmtree(out)
-    assert n > 8 and outcomes == {len(losses) or None, 99.0}
+        with pytest.raises(Crash), at_operation(n, crash):
+            save(out, len(losses) + 1, **last)
+        outcomes.add(survived(out, losses))
+    assert len(operations) > 8 and outcomes == {len(losses) or None, 99.0}
 
 
-def test_the_advice_reads_each_checkpoint_once(tmp_path):
-    """Else 40 damaged ones would be 2**40 reads."""
-    save(tmp_path, 1)
-    for step in range(2, 41):
-        folder = shutil.copytree(tmp_path / "step-00000001", tmp_path / f"step-{step:08d}")
-        (folder / ("settings.json" if step % 2 else "model.safetensors")).write_bytes(b"{}")
-    with pytest.raises(UserError, match=r"step-00000040.*step-00000001"):
-        checkpoint.load(checkpoint.latest(tmp_path)).weights()
+def killed_at(rank: int, n: int, out: Path, bad: int, at: int) -> list[str]:
+    """Kill process `bad` in the save of step 3; return the operations."""
+    group = DistInfo(CPU, rank, n, dist.group.WORLD)
+    if rank == 0:
+        out.mkdir()
+    begun(out, [1.0, 5.0], group)
+    with at_operation(at if rank == bad else -1, lambda: os.kill(os.getpid(), signal.SIGKILL)) as x:
+        save(out, 3, keep=1, fill=99, val_loss=6.0, group=group)
+    return x
+
+
+@pytest.mark.slow
+def test_sigkill_of_one_process_at_any_operation_leaves_a_good_one(tmp_path):
+    outcomes = set()
+    for bad, operations in enumerate(processes.run(killed_at, 2, tmp_path / "whole", 0, -1)):
+        for at in edges(operations):
+            with pytest.raises(AssertionError, match=r"without a word|Connection"):
+                processes.run(killed_at, 2, out := tmp_path / f"{bad}-{at}", bad, at)
+            outcomes.add((bad, survived(out, [1.0, 5.0])))
+    # Before the rename of the main process all deaths leave the old one, after it the new one.
+    assert outcomes == {(0, 2.0), (0, 99.0), (1, 2.0)}
 
 
 def test_a_full_disk_keeps_the_old_checkpoint(tmp_path):
@@ -235,27 +282,18 @@ def test_the_umask_sets_the_mode_of_all_files(tmp_path):
 # --- what does not fit ---
 
 
-@pytest.mark.parametrize("changes, words", [
+@pytest.mark.parametrize("changes, named", [
     ({"block_size": 4}, r"transformer.wpe.weight .*\(8, 8\).*\(4, 8\)"),
     ({"n_embd": 16}, "transformer.h.0.attn.c_attn.bias"),
     ({"n_layer": 3}, "transformer.h.2.attn.c_attn.bias"),
     ({"n_layer": 1}, "transformer.h.1.attn.c_attn.bias"),
-    ({"bias": False}, "transformer.h.0.attn.c_attn.bias"),
-    ({"n_head": 3}, "n_embd"),
-    ({"n_heads": 2}, "n_heads"),
-])
-def test_weights_that_do_not_fit(changes, words, tmp_path):
+    ({"n_head": 3}, "n_embd"), ({"n_heads": 2}, "n_heads"),
+])  # fmt: skip
+def test_weights_that_do_not_fit(changes, named, tmp_path):
     folder = save(tmp_path, 1)
-    with pytest.raises(UserError, match=words) as e:
+    with pytest.raises(UserError, match=named) as e:
         checkpoint.init_model(str(folder), **changes)
     assert str(folder) in str(e.value)
-
-
-def test_a_missing_checkpoint_is_named(tmp_path):
-    with pytest.raises(UserError, match=str(tmp_path)):
-        checkpoint.latest(tmp_path)
-    with pytest.raises(UserError, match=r"missing\.pt"):
-        checkpoint.init_model(str(tmp_path / "missing.pt"))
 
 
 @dataclass(frozen=True)
@@ -279,24 +317,13 @@ def test_unknown_settings_of_another_version_are_ignored(tmp_path):
 
 
 class Bomb:
+    """Makes a folder when it is unpickled."""
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os.mkdir, (str(self.folder),)
-
-
-@pytest.mark.parametrize("form", ["pickle", "torch"])
-def test_nothing_executes_code_from_a_ckpt_pt(form, tmp_path):
-    path, blown = tmp_path / "ckpt.pt", tmp_path / "blown"
-    torch.save({"model": Bomb(blown), "model_args": {}}, path)
-    if form == "pickle":
-        path.write_bytes(pickle.dumps(Bomb(blown), protocol=2))
-    for load in (checkpoint.init_model, checkpoint.load_nanogpt):
-        with pytest.raises(UserError, match=r"ckpt\.pt") as e:
-            load(str(path))
-        assert "weights_only" not in str(e.value)  # torch's advice would run it
-    assert not blown.exists()
 
 
 @pytest.fixture
@@ -332,24 +359,35 @@ def test_a_nanogpt_checkpoint_has_the_same_weights(packed, nanogpt):
             assert torch.equal(got.state_dict()[name], weight), name
 
 
-@pytest.mark.parametrize("change, words", [
-    ({"model_args": None}, "model_args"),
-    ({"model": [1]}, "model_args"),
-    ({"model_args": {"n_layer": 1, "n_head": 2, "n_embd": 8, "block_size": 8, "bias": False,
-                     "vocab_size": 20}}, "transformer.h.1"),
-    ({"model_args": {"n_head": 5, "n_embd": 8}}, "n_embd"),
-    (None, "model_args"),
-])
-def test_a_file_that_is_not_a_nanogpt_checkpoint(nanogpt, change, words):
+ONE_LAYER = {"n_layer": 1, "n_head": 2, "n_embd": 8, "block_size": 8, "vocab_size": 20}
+
+
+def test_a_file_that_is_not_a_nanogpt_checkpoint(nanogpt):
+    """Nor is its code executed."""
     path, _, saved = nanogpt
-    torch.save([1, 2] if change is None else {**saved, **change}, path)
-    with pytest.raises(UserError, match=words) as e:
-        checkpoint.init_model(str(path))
-    assert str(path) in str(e.value)
+    blown = path.with_name("blown")
+    for content, named in (
+        ([1, 2], "model_args"), ({**saved, "model_args": None}, "model_args"),
+        ({**saved, "model": [1]}, "model_args"), ({**saved, "model": Bomb(blown)}, ""),
+        ({**saved, "model_args": {**ONE_LAYER, "bias": False}}, "transformer.h.1"),
+        ({**saved, "model_args": {"n_head": 5, "n_embd": 8}}, "n_embd"), (None, ""),
+    ):  # fmt: skip
+        torch.save(content, path)
+        if content is None:
+            path.write_bytes(pickle.dumps(Bomb(blown), protocol=2))
+        for load in (checkpoint.init_model, checkpoint.load_nanogpt):
+            with pytest.raises(UserError, match=f"{path}.*{named}") as e:
+                load(str(path))
+            assert "weights_only" not in str(e.value)  # torch's advice would run it
+    assert not blown.exists()
 
 
 def test_init_model_takes_each_kind_of_source(nanogpt, tmp_path):
     path, model, _ = nanogpt
+    for missing in (lambda: checkpoint.latest(tmp_path / "out"),
+                    lambda: checkpoint.init_model(str(tmp_path / "out" / "missing.pt"))):
+        with pytest.raises(UserError, match=str(tmp_path / "out")):
+            missing()
     save(out := tmp_path / "out", 3)
     save(out, 4)
     checkpoint.save_hf(model, hf := tmp_path / "new" / "hf")

@@ -6,15 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import processes
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_model import build, names_here
-from test_parallel import ended_well, losses, near, trained
 from test_shards import prepare, write
-from test_train import Run, argv, run
+from test_train import Run, run
 
 import checkpoint
 import data
@@ -137,19 +135,3 @@ def test_a_run_its_resumption_and_its_mfu(fw: Path, tmp_path: Path) -> None:
     assert len(want) > 2 and seen(tmp_path / "a") == pytest.approx(want, rel=1e-6)
     two("d", max_iters=4, log_interval=4)  # from the first timed step on
     assert seen(tmp_path / "d") == pytest.approx({4: (want[3] + want[4]) / 2}, rel=1e-6)
-
-
-@pytest.mark.slow
-def test_any_number_of_processes_masks_the_same(fw: Path, tmp_path: Path) -> None:
-    # Five sequences: two processes have three and two.
-    how: dict[str, Any] = {**TINY, "attention_backend": "tiled", "batch_size": 5}
-    assert run(fw, tmp_path / "one", **how).code == 0
-    want = losses(tmp_path / "one")
-    kinds: dict[str, dict[str, Any]] = {"ddp": {}, "fsdp": {"parallel": "fsdp"},
-                                        "ring": {"context_parallel": 2}}  # fmt: skip
-    runs = {name: argv(fw, tmp_path / name, **how, **kind) for name, kind in kinds.items()}
-    ended_well(processes.run(trained, 2, runs, timeout=300))
-    for name in runs:
-        found = losses(tmp_path / name)
-        assert found.keys() == want.keys() and near(found, want)
-        assert seen(tmp_path / name) == pytest.approx(seen(tmp_path / "one"), rel=1e-5)

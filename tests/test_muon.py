@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import math
-import shutil
 from pathlib import Path
 from typing import Any
 
-import processes
 import pytest
 import test_step
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_parallel import data_dir, ended_well, lines, losses, trained
-from test_train import NO_SCALER, refusal, run_line, state_of
+from test_step import NO_SCALER, state_of
+from test_train import make_data, refusal, run
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-import checkpoint
-import train
 from core.optimizer import build_optimizer, orthogonal, set_learning_rate, update
 from model import GPT, GPTConfig
 from train import TrainConfig
 
-__all__ = ["data_dir"]  # a fixture
 CPU = torch.device("cpu")
 RATES = 0.03, 0.02, 0.01, 0.005  # of matrices, embeddings, head and vectors
 HOW: dict[str, Any] = {"optimizer": "muon", "muon_rates": RATES, "weight_decay": 0.1}
@@ -159,69 +152,8 @@ def test_all_rates_follow_the_schedule() -> None:
         assert sorted(found) == pytest.approx(sorted({share * r for r in RATES}))
 
 
-# --- several processes ---
-
-
-RUN: dict[str, Any] = {**HOW, "muon_rates": "0.02", "max_iters": 20, "eval_interval": 20,
-                       **LLAMA, "n_layer": 3, "decay_lr": "linear", "warmup_iters": 0,
-                       "peak_tflops": 1.0}  # fmt: skip
-HALF = {**RUN, "max_iters": 10, "lr_decay_iters": 20}
-
-
-@pytest.fixture(scope="module")
-def alone(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One process, and one stopped after 10 steps."""
-    out = tmp_path_factory.mktemp("alone")
-    with contextlib.redirect_stdout(io.StringIO()):
-        assert not any(map(train.main, lines(data_dir, out, one=RUN, half=HALF).values()))
-    return out
-
-
-def same(out: Path, alone: Path) -> None:
-    want, found = losses(alone / "one"), losses(out)
-    assert want["20 loss"] < want["1 loss"] - 0.3
-    assert {"20 val_loss", *(f"{step} loss" for step in range(11, 21))} < found.keys()
-    for name in found.keys() & want.keys():
-        assert abs(found[name] - want[name]) <= 1e-5, (out, name)
-    ours, theirs = (checkpoint.load(checkpoint.latest(p)).weights() for p in (out, alone / "one"))
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_any_number_of_processes_learns_the_same(
-    n: int, data_dir: Path, alone: Path, tmp_path: Path
-) -> None:
-    runs = {"ddp": RUN} | ({"fsdp": {**RUN, "parallel": "fsdp"}} if n > 1 else {})
-    if n == 4:
-        runs["ring"] = {**RUN, "context_parallel": 2}
-        runs["hybrid"] = {**RUN, "parallel": "fsdp", "shard_size": 2}
-    ended_well(processes.run(trained, n, lines(data_dir, tmp_path, **runs), timeout=300))
-    for name in runs:
-        same(tmp_path / name, alone)
-
-
-def resume(folder: Path, **how: Any) -> list[str]:
-    words = {"out_dir": folder, "init_from": "resume", "max_iters": 20, **how}
-    return [f"--{k}={v}" for k, v in words.items()]
-
-
-@pytest.mark.slow
-def test_other_numbers_of_processes_resume(alone: Path, data_dir: Path, tmp_path: Path) -> None:
-    saved = lines(data_dir, tmp_path, ddp=HALF, fsdp={**HALF, "parallel": "fsdp"})
-    ended_well(processes.run(trained, 3, saved, timeout=300))
-    shutil.copytree(alone / "half", tmp_path / "one")
-    for n, parallel_ in ((1, "ddp"), (2, "ddp"), (4, "fsdp")):
-        folders = {name: tmp_path / f"{name}-{n}" for name in ("one", "ddp", "fsdp")}
-        for name, folder in folders.items():
-            shutil.copytree(tmp_path / name, folder)
-        runs = {name: resume(folder, parallel=parallel_) for name, folder in folders.items()}
-        ended_well(processes.run(trained, n, runs, timeout=300))
-        for folder in folders.values():
-            same(folder, alone)
-
-
-@pytest.mark.slow
-def test_another_optimizer_is_refused(alone: Path) -> None:
-    said = refusal(run_line(resume(alone / "half", optimizer="adamw"), alone / "half"))
-    assert "--optimizer=muon" in said and f"--init_from={alone / 'half'}" in said
+def test_another_optimizer_is_refused(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert run(make_data(tmp_path), out, max_iters=1, optimizer="muon").code == 0
+    said = refusal(run(tmp_path, out, init_from="resume", optimizer="adamw"))
+    assert "--optimizer=muon" in said and f"--init_from={out}" in said

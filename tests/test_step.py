@@ -1,11 +1,12 @@
-"""A training step's waits for the device, and graph breaks."""
+"""A training step: its rate, its update, its waits for the device, graph breaks."""
 
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import math
-from itertools import pairwise
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from core.distributed import DistInfo
-from core.optimizer import build_optimizer
+from core.optimizer import build_optimizer, learning_rate, schedule_warnings, update
 from core.settings import Loaded
 from model import GPT, GPTConfig
 from train import TrainConfig, train_step
@@ -26,6 +27,87 @@ from train import TrainConfig, train_step
 B, T, L, C, V = 3, 20, 2, 32, 80
 KINDS = [("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "autocast")]
 kinds = pytest.mark.parametrize("dtype, residual", few(KINDS), ids=map(" ".join, KINDS))
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 5])
+@pytest.mark.parametrize("last", [None, 1, 2, 5, 20])
+@pytest.mark.parametrize("low", [None, 0.0, 0.3])
+def test_the_rate_rises_in_a_line_falls_as_a_cosine_and_stays(warmup, last, low):
+    """In closed form; no rate is 0."""
+    how = TrainConfig(learning_rate=2.0, min_lr=low, warmup_iters=warmup, max_iters=15,
+                      lr_decay_iters=last)
+    end, floor = 15 if last is None else last, 0.2 if low is None else low
+    for step in range(30):
+        cosine = math.cos(math.pi * (step - warmup) / (end - warmup)) if end > step >= warmup else 0
+        want = ((step + 1) / (warmup + 1) * 2 if step < warmup else floor if step >= end
+                else floor + (2 - floor) * (1 + cosine) / 2)
+        assert learning_rate(step, how) == pytest.approx(want)
+        assert learning_rate(step, replace(how, decay_lr=False)) == 2.0
+
+
+@pytest.mark.parametrize("changes, named", [
+    ({"warmup_iters": 10, "min_lr": 0.1}, []), ({"warmup_iters": 101}, ["101", "100"]),
+    ({"warmup_iters": 101, "decay_lr": False}, []), ({"min_lr": 0.5}, ["0.5", "0.1"]),
+    ({"warmup_iters": 50, "lr_decay_iters": 10}, ["10", "50"]),
+    ({"warmup_iters": 30, "decay_lr": "linear"}, []),
+    ({"warmup_iters": 31, "decay_lr": "linear"}, ["31"]),
+])
+def test_a_schedule_that_is_cut_short_is_a_warning(changes, named):
+    plain = TrainConfig(max_iters=100, warmup_iters=0, learning_rate=0.1)
+    found = schedule_warnings(replace(plain, **changes))
+    assert len(found) == bool(named) and all(word in found[0] for word in named)
+
+
+NO_SCALER = torch.amp.GradScaler("cpu", enabled=False)
+
+
+def tensors(seed: int) -> list[Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randn(s, generator=g) for s in ((5, 7), (7,), (3, 2))]
+
+
+def state_of(optimizer: torch.optim.Optimizer, params: list[Tensor]) -> list[Tensor]:
+    kept = [t for p in params for _, t in sorted(optimizer.state[p].items())]
+    return [t.detach().clone() for t in [*params, *kept]]
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("scaled", [True, False])
+@pytest.mark.parametrize("clip", [0.0, 0.3, 1e6])
+def test_an_update_is_clip_grad_norm_and_then_adamw(fused, scaled, clip):
+    """Whatever the loss scale. What is not finite never reaches the weights, and is noted: the loop
+    may look steps later."""
+    ours, theirs = ([p.requires_grad_() for p in tensors(0)] for _ in range(2))
+    how: Any = {"lr": 1e-2, "betas": (0.8, 0.9), "weight_decay": 0.1}
+    a, b = (torch.optim.AdamW(ours, fused=fused, **how),
+            torch.optim.AdamW(theirs, foreach=False, **how))
+    scaler, bad = torch.amp.GradScaler("cpu", enabled=scaled), torch.zeros(())
+
+    def step(i: int, loss: float = 1.0, spoil: float = 0.0) -> None:
+        for p, q, g in zip(ours, theirs, tensors(i + 1)):
+            q.grad = g * 10**i  # norms that differ: Adam itself ignores a scale
+            p.grad = scaler.scale(q.grad)
+        ours[1].grad[3] += spoil  # type: ignore[index]
+        update(a, scaler, torch.tensor(loss), clip, bad)
+
+    for i in range(4):
+        step(i)
+        if clip:
+            torch.nn.utils.clip_grad_norm_(theirs, clip)
+        b.step()
+        torch.testing.assert_close(state_of(a, ours), state_of(b, theirs), rtol=1e-5, atol=1e-7)
+    assert not bad
+    for value, where in itertools.product((math.nan, math.inf, -math.inf), ("spoil", "loss")):
+        bad.zero_()
+        before, overflow = state_of(a, ours), scaled and where == "spoil"  # it only skips its step
+        step(1, **{where: value})
+        assert bool(bad) != overflow
+        if not scaled or overflow:
+            for x, y in zip(before, state_of(a, ours), strict=True):
+                assert torch.equal(x, y)
+        if not overflow:
+            step(2)
+            assert bad
 
 
 class Watch(TorchDispatchMode):
@@ -132,7 +214,7 @@ def test_between_log_lines_train_asks_for_nothing_but_the_flag_of_the_cpu(tmp_pa
     with watch:
         assert train.train(Loaded(config, {}), DistInfo(torch.device("cpu"))) == 0
     assert len(set(flags)) == 1 and len(at) == 12
-    reads = [watch.reads[a:b] for a, b in pairwise(at)]  # after steps 1 to 11
+    reads = [watch.reads[a:b] for a, b in itertools.pairwise(at)]  # after steps 1 to 11
     quiet = [r for i, r in enumerate(reads, start=1) if i % 5 and i != 1]
     assert quiet == [flags[:1]] * 8
     assert all(len(r) >= 2 for i, r in enumerate(reads, start=1) if i % 5 == 0)  # loss and flag
