@@ -359,6 +359,8 @@ def test_what_is_prepared_already(tmp_path: Path, text: Path) -> None:
 
     with locked(out):  # nor is anything written: the folder may be read-only
         assert not changed(**how)
+        with pytest.raises(UserError, match=f"{out}.*{os.getpid()}"):
+            changed(**how, force=True)
     n = len(ids_of(out, "train"))
     (out / "train.bin").write_bytes(b"12")
     assert changed(**how) and len(ids_of(out, "train")) == n
@@ -417,42 +419,23 @@ def test_links_are_followed_once(tmp_path: Path, gpt2: Any, capsys: Any) -> None
         link.unlink()
 
 
-def test_two_preparations_do_not_share_a_folder(tmp_path: Path, text: Path, gpt2: Any) -> None:
-    """Until the first one dies."""
-    os.mkfifo(source := tmp_path / "a.txt")
-    argv = [f"--source={source}", f"--out_dir={(out := tmp_path / 'out')}"]
-    first = subprocess.Popen([sys.executable, "-m", "data", "text", *argv], cwd=ROOT)
-    with source.open("w"):  # it reads now
-        for dataset in ("chars", "text"):
-            with pytest.raises(UserError, match=f"{out}.*{first.pid}"):
-                run(dataset, out, source=str(text), force=True)
-        first.kill()
-        first.wait(60)
-    assert (out / ".partial").exists()
-    assert run("chars", out, source=str(text))["tokens"]["val"] == 108
-    assert {f.name for f in out.iterdir()} == {"train.bin", "val.bin", "meta.json"}
+BAD = [  # a source, and what the error names
+    ("a.jsonl", b'{"text": "a"}\n{"txt": "b"}\n', ["line 2", "--text_key"]),
+    ("a.jsonl", b'{"text": "a"}\nnot json\n', ["line 2"]),
+    ("a.jsonl", b'{"text": "a"}\n\n{"text": "\xff"}\n', ["utf-8", "line 3"]),
+    ("a.jsonl", b'{"text": "a"}\n' + b"[" * 200_000, ["line 2"]),
+    ("a.jsonl", b'{"text": "a"}\n{"text": 1}\n', ["line 2"]),
+    ("a.jsonl", b'{"text": null}\n{"text": ""}\n', ["no text"]),
+    ("a.txt", b"tea\ncaf\xe9", ["utf-8", "line 2"]), ("a.txt", b"", ["no text"]),
+    ("a.txt", "a rose is".encode("utf-16-le"), ["UTF-16"]),
+    ("a.md", b"text", [".jsonl"]), ("a\nb.txt", b"tea", ["short"]),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name, content, words",
-    [
-        ("a.jsonl", b'{"text": "a"}\n{"txt": "b"}\n', ["line 2", "--text_key"]),
-        ("a.jsonl", b'{"text": "a"}\nnot json\n', ["line 2"]),
-        ("a.txt", b"tea\ncaf\xe9", ["utf-8", "line 2"]),
-        ("a.jsonl", b'{"text": "a"}\n\n{"text": "\xff"}\n', ["utf-8", "line 3"]),
-        ("a.jsonl", b'{"text": "a"}\n' + b"[" * 200_000, ["line 2"]),
-        ("a.jsonl", b'{"text": "a"}\n{"text": 1}\n', ["line 2"]),
-        ("a.txt", "a rose is".encode("utf-16-le"), ["UTF-16"]),
-        ("a.jsonl", b'{"text": null}\n{"text": ""}\n', ["no text"]),
-        ("a.md", b"text", [".jsonl"]),
-        ("a.txt", b"", ["no text"]),
-        ("a\nb.txt", b"tea", ["short"]),
-    ],
-)
-def test_bad_sources_are_named(tmp_path: Path, gpt2: Any, name: str, content: bytes,
-                               words: list[str]) -> None:
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError) as error:
-        run("text", tmp_path / "out", source=str(tmp_path / name))
-    assert all(word in str(error.value) for word in (*words, repr(name)[1:-1]))
-    assert not (tmp_path / "out" / "meta.json").exists()
+def test_bad_sources_are_named(tmp_path: Path, gpt2: Any) -> None:
+    for name, content, words in BAD:
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(UserError) as error:
+            run("text", tmp_path / "out", source=str(tmp_path / name))
+        assert all(word in str(error.value) for word in (*words, repr(name)[1:-1]))
+        assert not (tmp_path / "out" / "meta.json").exists()

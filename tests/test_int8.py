@@ -70,16 +70,6 @@ def test_the_product_is_that_of_the_widened_weights(rows, K, bias, dtype) -> Non
     assert (got[:1] - first).abs().max() <= 2**-7 * got.abs().max()
 
 
-def test_no_weight_is_widened_for_a_decode_step() -> None:
-    q, scale = int8.quantize(torch.randn(96, 256))
-    for rows, widened in ((1, False), (16, False), (70, True)):
-        with torch.profiler.profile(record_shapes=True) as profile:
-            int8.int8_linear(torch.randn(rows, 256), q, scale)
-        shapes = [shape for e in profile.events() if e.name == "aten::to" or "copy" in e.name
-                  for shape in e.input_shapes]
-        assert ([96, 256] in shapes) == widened, rows
-
-
 @pytest.mark.parametrize("kv", ["dynamic", "static", "paged"])
 def test_every_cache_gives_the_same_tokens(kv: str) -> None:
     for config, lengths in ((CONFIG, (7, 7)), (LLAMA, (3, 20))):

@@ -26,7 +26,7 @@ from test_train import make_data, run_line
 
 import checkpoint
 import train
-from attention import Policy, Ring
+from attention import Ring
 from core import metrics, parallel
 from core.distributed import DistInfo
 from core.optimizer import build_optimizer
@@ -265,17 +265,6 @@ def test_any_number_of_processes_shares_a_step() -> None:
                 assert min(sizes) > 0 and max(sizes) <= most
     places = [DistInfo(CPU, rank, 6, context_parallel=3).data for rank in range(6)]
     assert places == [(0, 2)] * 3 + [(1, 2)] * 3  # a ring's processes have the same sequences
-
-
-def test_what_samples_alone_has_all_weights_and_no_ring() -> None:
-    config = GPTConfig(16, 65, 1, 2, 32, attention_backend="tiled")
-    model = GPT(config, Policy(fallback=False)).eval()
-    assert checkpoint.gathered(model) is model
-    model.ring = Ring(None)  # which others would have to answer
-    alone = checkpoint.gathered(model).eval()
-    assert alone.ring is None and (alone.config, alone.policy) == (model.config, model.policy)
-    model.ring, x = None, torch.arange(5)[None]
-    assert torch.equal(alone(x)[0], model(x)[0])
 
 
 # --- how processes are begun, and left ---

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import copy
 import itertools
-import json
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch._dynamo
 from conftest import few
+from test_train import make_data, run
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import train
-from core.distributed import DistInfo
 from core.optimizer import build_optimizer, learning_rate, schedule_warnings, update
-from core.settings import Loaded
 from model import GPT, GPTConfig
 from train import TrainConfig, train_step
 
@@ -184,40 +179,15 @@ def test_a_step_never_asks_the_device(dtype, residual, micro):
     assert Step(dtype, residual, micro).watched().reads == []
 
 
-def write_tokens(folder: Path) -> None:
-    (folder / "tiny").mkdir()
-    for split in ("train", "val"):
-        tokens = torch.randint(V, (4000,)).to(torch.uint16).numpy()
-        (folder / "tiny" / f"{split}.bin").write_bytes(tokens.tobytes())
-    meta = {"tokenizer": {"name": "char"}, "vocab_size": V,
-            "tokens": {"train": 4000, "val": 4000}}
-    (folder / "tiny" / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
-
-
-def test_between_log_lines_train_asks_for_nothing_but_the_flag_of_the_cpu(tmp_path, monkeypatch):
-    """The CPU reads `bad` after every step, a GPU does not."""
-    write_tokens(tmp_path)
-    config = TrainConfig(
-        out_dir=str(tmp_path / "out"), dataset="tiny", data_dir=str(tmp_path), n_layer=1, n_head=2,
-        n_embd=16, block_size=8, batch_size=2, max_iters=12, log_interval=5, eval_interval=100,
-        eval_iters=1, warmup_iters=2, device="cpu", peak_tflops=1.0, attention_backend="sdpa",
-        onednn=False,
-    )
-    watch, flags, at = Watch(), list[int](), list[int]()  # at: reads before each step
-
-    def step(*args: Any, **how: Any) -> Tensor:
-        flags.append(how["found_inf"].data_ptr())
-        at.append(len(watch.reads))
-        return train_step(*args, **how)
-
-    monkeypatch.setattr(train, "train_step", step)
-    with watch:
-        assert train.train(Loaded(config, {}), DistInfo(torch.device("cpu"))) == 0
-    assert len(set(flags)) == 1 and len(at) == 12
-    reads = [watch.reads[a:b] for a, b in itertools.pairwise(at)]  # after steps 1 to 11
-    quiet = [r for i, r in enumerate(reads, start=1) if i % 5 and i != 1]
-    assert quiet == [flags[:1]] * 8
-    assert all(len(r) >= 2 for i, r in enumerate(reads, start=1) if i % 5 == 0)  # loss and flag
+def test_between_log_lines_a_run_asks_for_nothing_but_the_flag_of_the_cpu(tmp_path):
+    """The CPU reads whether all is finite after every step, a GPU does not."""
+    make_data(tmp_path)
+    reads = []
+    for steps in (3, 3, 12):  # first it also tries the kernel
+        with Watch() as watch:
+            assert run(tmp_path, tmp_path / f"{steps}", max_iters=steps, log_interval=50).code == 0
+        reads.append(len(watch.reads))
+    assert reads[2] - reads[1] == 9
 
 
 @kinds
@@ -230,10 +200,10 @@ def test_forward_and_loss_are_one_graph_without_a_break(dtype, residual, backend
         graphs.append(graph)
         return graph
 
-    torch._dynamo.reset()
+    torch.compiler.reset()
     step.run = torch.compile(step.model, backend=keep, fullgraph=True)
     losses = [(float(plain()), float(step())) for _ in range(3)]
-    torch._dynamo.reset()
+    torch.compiler.reset()
     assert len(graphs) == 1  # for every step and micro-batch
     for want, got in losses:
         assert got == pytest.approx(want, rel=1e-5 if dtype == "float32" else 1e-2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import subprocess
 import sys
@@ -10,28 +9,10 @@ import sys
 import pytest
 from checkout import ROOT
 
-from core import threads
-
-STAT = "cpu  0 0 0 0 0 0 0 0\n{}intr 5\n"  # of Linux: user, nice, system, idle, waiting, ...
 PROGRAM = """import os
 from core.threads import wait_passively
 wait_passively()
 print("policy", os.environ.get("OMP_WAIT_POLICY"))"""
-
-
-@pytest.mark.parametrize("mine, share", [({0}, 0), ({1}, 1), ({0, 1}, 0.5), ({10}, 0.25), ({7}, 0)])
-def test_only_the_cores_that_it_may_use_are_looked_at(mine, share, monkeypatch) -> None:
-    cores = {"cpu0": (0, 4), "cpu1": (4, 0), "cpu10": (1, 3)}  # busy, and idle
-    looks = iter([0, 1])
-
-    def proc_stat(path: str, **_: object) -> io.StringIO:
-        n = next(looks)
-        lines = (f"{c} {n * b} 0 0 {n * idle} 0 0 0 0 0 0\n" for c, (b, idle) in cores.items())
-        return io.StringIO(STAT.format("".join(lines)))
-
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: mine, raising=False)
-    monkeypatch.setattr(threads, "open", proc_stat, raising=False)
-    assert threads.cores_in_use() == share
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="it reads Linux's /proc/stat")
