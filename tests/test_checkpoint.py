@@ -12,7 +12,7 @@ import signal
 import sys
 import zipfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -80,23 +80,18 @@ def names(out: Path) -> list[str]:
 
 def test_a_round_trip_is_bit_for_bit(tmp_path):
     model = GPT(replace(TINY, dropout=0.1))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    model(torch.arange(16).view(2, 8), torch.arange(16).view(2, 8))[1].backward()
-    optimizer.step()
     tokenizer = {"name": "char", "chars": "\n é\u2028"}
     train = {"learning_rate": 0.1 + 0.2, "n_kv_head": None}
     settings = {"train": train, "model": asdict(model.config), "tokenizer": tokenizer}
-    rest = {"optimizer": optimizer.state_dict(), "scaler": {"scale": 65536.0}}
+    rest = {"optimizer": {"m": torch.rand(3)}, "scaler": {"scale": 65536.0}}
     rest["rng"] = [{"cpu": torch.get_rng_state()}]
     state = {"step": 7, "val_loss": 0.1 + 0.2, "kernels": ["flash"]}
-    out = tmp_path / "deep" / "out"
-    how: Any = {"settings": settings, "state": state, "keep": 1}
+    out, how = tmp_path / "deep" / "out", {"settings": settings, "state": state, "keep": 1}
     folder = checkpoint.save(out, weights=model.state_dict(), optimizer=rest, **how)
     assert folder == checkpoint.latest(out)
     assert names(folder) == sorted([*FILES, "checksums.json"])
     saved = checkpoint.load(folder)
     assert (saved.settings, saved.state, saved.step) == (settings, state, 7)
-    assert saved.config() == model.config
     changes: Any = {"dropout": 0.0, "attention_backend": "manual"}
     assert saved.config(**changes) == replace(model.config, **changes)
     assert checkpoint.tokenizer_meta(str(folder)) == tokenizer
@@ -132,20 +127,17 @@ def test_it_keeps_the_best_and_the_last(tmp_path, caplog):
     assert "--init_from" not in caplog.text  # which reads the others, at each save
 
 
-def test_an_earlier_run_is_archived(tmp_path):
-    assert checkpoint.set_aside(tmp_path) is None and not names(tmp_path)
-    whole = ["loss.png", "metrics.jsonl", "step-00000001", "step-00000002"]
-    for n in (1, 2):
-        for step in (1, 2):
-            save(tmp_path, step, fill=n)
-        for name in (*whole[:2], "notes.txt"):
-            (tmp_path / name).write_text(f"{n}")
-        assert checkpoint.set_aside(tmp_path) == tmp_path / f"earlier-{n}"
-    assert names(tmp_path) == ["earlier-1", "earlier-2", "notes.txt"]
-    for n in (1, 2):
-        assert names(tmp_path / f"earlier-{n}") == whole
-        assert value(checkpoint.latest(tmp_path / f"earlier-{n}")) == n
-        assert (tmp_path / f"earlier-{n}" / "metrics.jsonl").read_text() == f"{n}"
+def test_in_the_background_the_values_are_those_of_the_call(tmp_path):
+    model = GPT(replace(TINY, vocab_size=20_000))
+    optimizer = build_optimizer(model, TrainConfig(), CPU)
+    saver = checkpoint.Saver(str(tmp_path), 2, DistInfo(CPU), background=True)
+    want = {name: t.clone() for name, t in model.state_dict().items()}
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    saver.save(model, optimizer, scaler, {}, {}, step=1, val_loss=None)
+    for p in model.parameters():
+        p.data.zero_()
+    saver.wait()
+    torch.testing.assert_close(checkpoint.load(checkpoint.latest(tmp_path)).weights(), want)
 
 
 # --- a kill at any moment, a full disk ---
@@ -282,24 +274,16 @@ def test_the_umask_sets_the_mode_of_all_files(tmp_path):
 # --- what does not fit ---
 
 
-@pytest.mark.parametrize("changes, named", [
-    ({"block_size": 4}, r"transformer.wpe.weight .*\(8, 8\).*\(4, 8\)"),
-    ({"n_embd": 16}, "transformer.h.0.attn.c_attn.bias"),
-    ({"n_layer": 3}, "transformer.h.2.attn.c_attn.bias"),
-    ({"n_layer": 1}, "transformer.h.1.attn.c_attn.bias"),
-    ({"n_head": 3}, "n_embd"), ({"n_heads": 2}, "n_heads"),
-])  # fmt: skip
-def test_weights_that_do_not_fit(changes, named, tmp_path):
-    folder = save(tmp_path, 1)
-    with pytest.raises(UserError, match=named) as e:
-        checkpoint.init_model(str(folder), **changes)
-    assert str(folder) in str(e.value)
-
-
-@dataclass(frozen=True)
-class Settings:
-    batch_size: int = 1
-    deterministic: bool = False
+def test_weights_that_do_not_fit(tmp_path):
+    folder, attention = save(tmp_path, 1), "attn.c_attn.bias"
+    for changes, named in (
+        ({"block_size": 4}, r"transformer.wpe.weight .*\(8, 8\).*\(4, 8\)"),
+        ({"n_embd": 16}, f"transformer.h.0.{attention}"), ({"n_head": 3}, "n_embd"),
+        ({"n_layer": 3}, f"transformer.h.2.{attention}"), ({"n_heads": 2}, "n_heads"),
+        ({"n_layer": 1}, f"transformer.h.1.{attention}"),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=f"{folder}.*{named}|{named}.*{folder}"):
+            checkpoint.init_model(str(folder), **changes)
 
 
 def test_unknown_settings_of_another_version_are_ignored(tmp_path):
@@ -310,7 +294,7 @@ def test_unknown_settings_of_another_version_are_ignored(tmp_path):
     (folder / "settings.json").write_text(json.dumps(settings))
     assert checkpoint.load(folder).config() == TINY
     assert bool((checkpoint.init_model(str(folder)).transformer.wte.weight == 3).all())
-    assert checkpoint.load(folder).read("train", Settings) == Settings(4)
+    assert checkpoint.load(folder).read("train", TrainConfig) == TrainConfig(batch_size=4)
 
 
 # --- other formats ---
@@ -339,20 +323,17 @@ def nanogpt(tmp_path) -> tuple[Path, GPT, dict[str, Any]]:
     return path, model, saved
 
 
-@pytest.mark.parametrize("packed", [None, "data.pkl", "data/0", ""])
-def test_a_nanogpt_checkpoint_has_the_same_weights(packed, nanogpt):
+def test_a_nanogpt_checkpoint_has_the_same_weights(nanogpt):
     """With --compile and without; compressed again."""
     path, model, saved = nanogpt
     plain = {k.removeprefix("_orig_mod."): v for k, v in saved["model"].items()}
     torch.save({**saved, "model": plain}, path.with_name("plain.pt"))
-    if packed is not None:
-        with zipfile.ZipFile(path) as z:
-            content = {name: z.read(name) for name in z.namelist()}
-        with zipfile.ZipFile(path, "w") as z:
-            for name, data in content.items():
+    for packed in ("data.pkl", "data/0", ""):
+        with zipfile.ZipFile(path) as z, zipfile.ZipFile(f"{path}{packed[:1]}x", "w") as new:
+            for name in z.namelist():
                 kind = zipfile.ZIP_DEFLATED if name.endswith(packed) else zipfile.ZIP_STORED
-                z.writestr(name, data, kind)
-    for source in (path, path.with_name("plain.pt")):
+                new.writestr(name, z.read(name), kind)
+    for source in path.parent.glob("*.pt*"):
         got = checkpoint.init_model(str(source), attention_backend="manual")
         assert got.config == replace(model.config, attention_backend="manual", gelu="exact")
         for name, weight in model.state_dict().items():

@@ -9,7 +9,6 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -221,33 +220,14 @@ def test_every_target_counts_once(relays: Any) -> None:
                 torch.testing.assert_close(grads, whole_grads, rtol=1e-6, atol=1e-8, msg=key)
 
 
-def compiled_steps(rank: int, n: int, backend: str) -> tuple[list[float], list[float], int]:
-    """Losses, eager and compiled, and the number of graphs."""
-    found: list[list[float]] = []
-    for on in (False, True):
-        torch.manual_seed(0)
-        model = GPT(GPTConfig(16, 65, 2, 2, 32, attention_backend="manual"))
-        setup = Setup.of(CPU, "float32", compile=on)
-        torch._dynamo.utils.counters.clear()
-        with mock.patch("torch.compile", partial(torch.compile, backend=backend)):
-            parallel.shard(model, group(rank, n), setup, None)
-        optimizer = build_optimizer(model, train.TrainConfig(learning_rate=1e-2), CPU)
-        losses = []
-        for _ in range(3):
-            x, y = (t.tensor_split(n)[rank] for t in torch.randint(-1, 65, (2, 4 * n, 16)))
-            losses.append(train.train_step(model, optimizer, setup.scaler(), setup.autocast,
-                                           x.clamp(min=0), y, 2, 1.0, torch.zeros(())))
-        with torch.no_grad():
-            losses.append(model(x.clamp(min=0), y)[1])
-        found.append([float(loss) for loss in losses])
-    return *found, torch._dynamo.utils.counters["stats"]["unique_graphs"]  # type: ignore[return-value]
-
-
 @pytest.mark.slow
-def test_compiled_blocks_and_head_learn_what_plain_ones_do() -> None:
-    for eager, compiled, graphs in processes.run(compiled_steps, 2, "aot_eager"):
-        torch.testing.assert_close(compiled, eager)
-        assert graphs == 4  # a block and the head with its loss, with gradients and without
+def test_compiled_blocks_and_head_learn_what_plain_ones_do(data_dir: Path, tmp_path: Path) -> None:
+    how = {**SMALL, **FSDP, "data_dir": data_dir, "max_iters": LEG, "bias": True}
+    lines = [words(tmp_path / f"{on}", **how, compile=on) for on in (False, True)]
+    processes.run(processes.trained, 2, lines, timeout=300)
+    want, found = (numbers(tmp_path / f"{on}") for on in (False, True))
+    assert f"{LEG} val_loss" in found and found.keys() <= want.keys()
+    assert found == pytest.approx({key: want[key] for key in found}, rel=1e-4)
 
 
 def test_any_number_of_processes_shares_a_step() -> None:

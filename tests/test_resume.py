@@ -18,10 +18,9 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from checkout import ROOT
 from conftest import few
 from test_metrics import FakeWandb
-from test_train import Run, argv, make_data, refusal, run, run_line
+from test_train import Run, make_data, refusal, run, run_line
 
 import checkpoint
 from core import files, metrics
@@ -42,7 +41,8 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def straight(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    r = run(data_dir, tmp_path_factory.mktemp("straight") / "out", **FULL)
+    out = tmp_path_factory.mktemp("straight") / "out"
+    r = run(data_dir, out, **FULL, keep_checkpoints=9)
     assert r.code == 0 and list(r.losses()) == list(range(1, 41))
     assert list(r.evaluations()) == [0, 10, 20, 30, 40]
     return r
@@ -68,30 +68,17 @@ def steps(out: Path) -> list[int]:
 
 # --- killed, or asked to stop ---
 
-# Trains, and kills itself right after the row of step AT was written.
-KILL = """
-import os, signal, sys
-from core import metrics; import train
-at, log = int(sys.argv[1]), metrics.Metrics.log
-def then_die(self, **row):
-    log(self, **row)
-    if row["iter"] == at:
-        os.kill(os.getpid(), signal.SIGKILL)
-metrics.Metrics.log = then_die
-sys.exit(train.main(sys.argv[2:]))
-"""
 
-
-@pytest.mark.slow
 @pytest.mark.parametrize("at", [27, 20])
-def test_killed_the_losses_are_the_same(at, data_dir, tmp_path, straight):
-    """Also within a row of metrics.jsonl."""
-    out = tmp_path / "out"
-    line = [sys.executable, "-c", KILL, str(at), *argv(data_dir, out, **FULL)]
-    assert subprocess.run(line, cwd=ROOT).returncode == -signal.SIGKILL
-    assert max(row["iter"] for row in metrics.read(out / "metrics.jsonl")) == at
-    with (out / "metrics.jsonl").open("a") as f:
-        f.write('{"iter": 28, "lo')
+def test_killed_the_losses_are_the_same(at, straight, tmp_path):
+    """As a killed process leaves its folder: also within a row of metrics.jsonl."""
+    out = Path(shutil.copytree(straight.out_dir, tmp_path / "out"))
+    for folder in checkpoint.folders(out):
+        if int(folder.name[5:]) >= at:
+            shutil.rmtree(folder)
+    rows = [row for row in straight.rows if row["iter"] <= at]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (out / "metrics.jsonl").write_text(text + '{"iter": 28, "lo')
     r = resume(out)
     assert r.code == 0 and f"after step {(at - 1) // 10 * 10}" in r.out
     same(r, straight)
@@ -274,12 +261,14 @@ def test_another_evaluation_begins_a_new_best(change, out, data_dir, tmp_path):
 
 
 def test_a_fresh_run_in_an_old_folder_is_not_mixed_with_it(data_dir, out):
-    before, rows = steps(out), (out / "metrics.jsonl").read_bytes()
-    fresh = run(data_dir, out, max_iters=4, eval_interval=2, seed=5)
-    aside = out / "earlier-1"
-    assert fresh.code == 0 and str(aside) in fresh.out and steps(aside) == before
-    assert (aside / "metrics.jsonl").read_bytes() == rows and (aside / "loss.png").exists()
-    assert list(fresh.losses()) == [1, 2, 3, 4]
+    (out / "notes.txt").touch()
+    for aside in (out / "earlier-1", out / "earlier-2"):
+        before, rows = steps(out), (out / "metrics.jsonl").read_bytes()
+        fresh = run(data_dir, out, max_iters=4, eval_interval=2, seed=5)
+        assert fresh.code == 0 and str(aside) in fresh.out and steps(aside) == before
+        assert {p.name for p in aside.glob("*.*")} == {"metrics.jsonl", "loss.png"}
+        assert (aside / "metrics.jsonl").read_bytes() == rows
+        assert list(fresh.losses()) == [1, 2, 3, 4] and (out / "notes.txt").exists()
     losses = [val for _, val in fresh.evaluations().values()]
     want = {"step": 4, "sequences_seen": 16, "val_loss": losses[-1], "best_val_loss": min(losses)}
     assert want.items() <= state(out).items()

@@ -351,14 +351,6 @@ def test_an_interrupt_is_not_lost(line: str, tmp_path: Path) -> None:
     assert done.returncode in (130, -signal.SIGINT) and "Traceback" not in done.stderr
 
 
-@pytest.mark.slow
-def test_an_interrupt_ends_measuring() -> None:
-    done = python("-c", """import os, runpy, sys; from attention.machine import timing
-timing.measure = lambda *args, **options: os.kill(os.getpid(), 2)
-sys.argv = ["attention"]; runpy.run_module("attention", run_name="__main__")""")
-    assert done.returncode in (130, -signal.SIGINT) and "Traceback" not in done.stderr
-
-
 WAITS = """import os
 from core.threads import wait_passively
 wait_passively()
