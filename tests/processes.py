@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
 import torch
 
@@ -90,18 +91,16 @@ def trained(rank: int, n: int, lines: list[list[str]]) -> list[str]:
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}  # fmt: skip
     os.environ |= {k: str(v) for k, v in told.items()}
     said = []
-    joined = dist.init_process_group, dist.destroy_process_group, dist.rendezvous
-    dist.init_process_group = dist.destroy_process_group = lambda *args, **how: None  # type: ignore
-    dist.rendezvous = lambda *args, **how: iter([(dist.HashStore(), rank, n)])  # type: ignore
-    Figure.savefig = lambda figure, path, **_: Path(path).touch()  # type: ignore
+    Figure.savefig = lambda figure, path, **_: Path(path).touch()
     gc.freeze()  # else each run looks for garbage among all modules
     gc.unfreeze = lambda: None
-    try:
+    nothing = Mock()
+    place = Mock(side_effect=lambda *args, **how: iter([(dist.HashStore(), rank, n)]))
+    with patch.multiple(dist, init_process_group=nothing, destroy_process_group=nothing,
+                        rendezvous=place):  # fmt: skip
         for line in lines:
             out = io.StringIO()
             with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
                 assert train.main(line) == 0, out.getvalue()
             said.append(out.getvalue())
-    finally:
-        dist.init_process_group, dist.destroy_process_group, dist.rendezvous = joined
     return said

@@ -144,7 +144,6 @@ def test_in_the_background_the_values_are_those_of_the_call(tmp_path):
 
 CHANGES = {"fsync", "open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.chmod"}
 armed: list[tuple[list[str], int, Callable[[], None]]] = []
-hooked: list[Any] = []
 
 
 def audit(event: str, args: tuple[Any, ...]) -> None:
@@ -157,12 +156,12 @@ def audit(event: str, args: tuple[Any, ...]) -> None:
                 stop()
 
 
+sys.addaudithook(audit)
+
+
 @contextlib.contextmanager
 def at_operation(n: int, stop: Callable[[], None]) -> Iterator[list[str]]:
     """Call `stop` before the n-th disk operation; yield the growing list of names."""
-    if audit not in hooked:
-        sys.addaudithook(audit)
-        hooked.append(audit)
     armed.append(([], n, stop))
     fsync = os.fsync
     os.fsync = lambda fd: (audit("fsync", ()), fsync(fd))[1]  # which Python does not tell of
@@ -260,15 +259,6 @@ def test_a_full_disk_keeps_the_old_checkpoint(tmp_path):
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         assert names(tmp_path) == ["step-00000001"] and value(checkpoint.latest(tmp_path)) == 1
-
-
-def test_the_umask_sets_the_mode_of_all_files(tmp_path):
-    folder = save(tmp_path / "out", 1)
-    checkpoint.save_hf(checkpoint.load(folder).model(), tmp_path / "hf")
-    (tmp_path / "plain").touch()
-    want = (tmp_path / "plain").stat().st_mode
-    files = [p for p in tmp_path.rglob("*") if p.is_file()]
-    assert len(files) == 8 and all(p.stat().st_mode == want for p in files)
 
 
 # --- what does not fit ---

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 import bench_mfu
 from core.cpu import int8
-from core.runtime import Decision, Setup
 from core.settings import UserError
 from inference import engine
 from model import GPT, GPTConfig
@@ -113,19 +112,3 @@ def test_refusals() -> None:
         assert not int8.parameters(made)
     with pytest.raises(UserError, match="--weights"):  # int8 is for decoding only
         bench_mfu.main(["train", "--weights=int8"])
-
-
-@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="no AVX-512")
-def test_a_few_rows_of_float32_are_exact_and_by_onednn_in_inference_only() -> None:
-    setup = replace(Setup.of(torch.device("cpu"), "float32"), onednn=Decision(False, "as on Intel"))
-    for made, rows, few in ((setup, 3, False), (setup, 9, True),
-                            (replace(setup, few_rows=False), 9, False)):
-        layer = made.place(torch.nn.Sequential(torch.nn.Linear(64, 96)), cast=True)
-        x = torch.randn(rows, 1, 64)
-        truth = x.double() @ layer[0].weight.double().t() + layer[0].bias.double()
-        for grad in (False, True):
-            with torch.set_grad_enabled(grad), torch.profiler.profile() as profile:
-                y = layer(x)
-            assert (y.double() - truth).abs().max() <= 2e-6 * truth.abs().max()
-            onednn = any("mkldnn" in e.key for e in profile.key_averages())
-            assert onednn == (few and not grad), (rows, grad)

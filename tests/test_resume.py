@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import few
-from test_metrics import FakeWandb
+from test_metrics import called, fake_wandb
 from test_train import Run, make_data, refusal, run, run_line
 
 import checkpoint
@@ -336,7 +336,7 @@ def test_a_link_to_a_checkpoint_is_deleted_and_its_folder_stays(out, tmp_path):
 
 @pytest.mark.parametrize("hard", [False, True])
 def test_no_file_of_a_run_is_written_through_a_link(hard, out, monkeypatch, caplog):
-    monkeypatch.setitem(sys.modules, "wandb", FakeWandb())
+    monkeypatch.setitem(sys.modules, "wandb", fake_wandb())
     content = (out / "metrics.jsonl").read_bytes()
     for step, name in enumerate((".lock", "metrics.jsonl", "loss.png", "wandb_id.txt"), 11):
         caplog.clear()
@@ -353,7 +353,7 @@ def test_no_file_of_a_run_is_written_through_a_link(hard, out, monkeypatch, capl
 
 
 def test_wandb_is_resumed_in_the_folder_of_its_run_only(out, monkeypatch, caplog):
-    monkeypatch.setitem(sys.modules, "wandb", wandb := FakeWandb())
+    monkeypatch.setitem(sys.modules, "wandb", wandb := fake_wandb())
     wandb.id = "abc"
     words = "--wandb_log=True", "--wandb_project=theirs"
     assert resume(out, "--max_iters=11", *words).code == 0
@@ -362,6 +362,6 @@ def test_wandb_is_resumed_in_the_folder_of_its_run_only(out, monkeypatch, caplog
     (out / "wandb_id.txt").unlink()  # as a folder from somebody else
     assert resume(out, "--max_iters=13").code == 0
     assert resume(out, "--max_iters=14", "--wandb_log=True").code == 0
-    calls = [args[0] for name, *args in wandb.calls if name == "init"]
-    assert [c["project"] for c in calls] == ["theirs", "theirs", "nanoattn"]
-    assert [c.get("id") for c in calls] == [None, "abc", None]
+    begun = [begun.kwargs for begun in called(wandb, "init")]
+    assert [how["project"] for how in begun] == ["theirs", "theirs", "nanoattn"]
+    assert [how.get("id") for how in begun] == [None, "abc", None]
