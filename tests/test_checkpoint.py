@@ -228,8 +228,6 @@ def test_a_crash_between_any_two_operations(losses, tmp_path):
 def killed_at(rank: int, n: int, out: Path, bad: int, at: int) -> list[str]:
     """Kill process `bad` in the save of step 3; return the operations."""
     group = DistInfo(CPU, rank, n, dist.group.WORLD)
-    if rank == 0:
-        out.mkdir()
     begun(out, [1.0, 5.0], group)
     with at_operation(at if rank == bad else -1, lambda: os.kill(os.getpid(), signal.SIGKILL)) as x:
         save(out, 3, keep=1, fill=99, val_loss=6.0, group=group)
