@@ -25,7 +25,6 @@ from test_train import nanogpt_file
 from torch import Tensor
 
 import checkpoint
-from attention import Policy
 from core.distributed import DistInfo
 from core.optimizer import build_optimizer, tensors
 from core.options import TrainConfig
@@ -349,23 +348,3 @@ def test_a_file_that_is_not_a_nanogpt_checkpoint(nanogpt):
                 load(str(path))
             assert "weights_only" not in str(e.value)  # torch's advice would run it
     assert not blown.exists()
-
-
-def test_init_model_takes_each_kind_of_source(nanogpt, tmp_path):
-    path, model, _ = nanogpt
-    for missing in (lambda: checkpoint.latest(tmp_path / "out"),
-                    lambda: checkpoint.init_model(str(tmp_path / "out" / "missing.pt"))):
-        with pytest.raises(UserError, match=str(tmp_path / "out")):
-            missing()
-    save(out := tmp_path / "out", 3)
-    save(out, 4)
-    checkpoint.save_hf(model, hf := tmp_path / "new" / "hf")
-    ours, policy = {"name": "char"}, Policy(fallback=False)
-    for source, want, tokenizer in ((out, 4, ours), (out / "step-00000003", 3, ours),
-                                    (hf, model, None), (path, model, None)):
-        got = checkpoint.init_model(str(source), policy, dropout=0.5)
-        assert got.policy == policy and got.config.dropout == 0.5
-        wanted = want if isinstance(want, int) else want.transformer.wte.weight
-        assert bool((got.transformer.wte.weight == wanted).all())
-        assert checkpoint.tokenizer_meta(str(source)) == tokenizer
-    assert checkpoint.tokenizer_meta("gpt2") == {"name": "gpt2"}

@@ -9,6 +9,7 @@ import json
 import math
 import re
 import signal
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -400,4 +401,5 @@ def test_a_step_is_profiled_as_it_runs(data_dir, tmp_path):
     assert {"products", "attention", "elementwise", "loss", "optimizer", "gaps"} <= classes
     assert "step 4:" not in plain.out.splitlines()
     trace = json.loads((tmp_path / "4" / "profile.json").read_text(encoding="utf-8"))
-    assert any(e["name"] == "aten::_fused_adamw_" for e in trace["traceEvents"])
+    calls = Counter(event["name"] for event in trace["traceEvents"])
+    assert calls["aten::gelu"] == 1 and calls["aten::_fused_adamw_"] == 2  # matrices, and vectors
