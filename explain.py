@@ -1,5 +1,4 @@
-"""Show each head's attention over your text, and whether the executed kernel agrees with the
-formula: one HTML page without network access, or --text in a terminal.
+"""Show each head's attention over your text: an HTML page, or --text in a terminal.
 
 python explain.py --out_dir=out/shakespeare_cpu --prompt="To be, or not to be"
 python explain.py --init_from=gpt2 --prompt="The cat sat on the mat" --layer=5 --head=1
@@ -7,7 +6,6 @@ python explain.py --init_from=gpt2 --prompt="The cat sat on the mat" --layer=5 -
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import sys
@@ -73,10 +71,10 @@ def load(config: ExplainConfig) -> tuple[GPT, Tokenizer]:
     fields = {name: getattr(config, name) for name in same}
     window = {} if config.window is None else {"attention_window": config.window}
     model, tokenizer = sample.load(sample.SampleConfig(kv_cache="none", **fields), **window)
-    c = model.config
-    for name, got, n in (("layer", config.layer, c.n_layer), ("head", config.head, c.n_head)):
+    for name in ("layer", "head"):
+        got, n = getattr(config, name), getattr(model.config, f"n_{name}")
         if got is not None and not 0 <= got < n:
-            raise UserError(f"{name} must be 0 to {n - 1} in this model, got {got}")
+            raise UserError(f"--{name}: expected 0 to {n - 1}, got {got}")
     return model, tokenizer
 
 
@@ -111,11 +109,8 @@ def explain(model: GPT, tokenizer: Tokenizer, config: ExplainConfig, source: str
     pieces = tokenizer.token_bytes()
     calls = forward(model, prompt)
     found = maps(calls)
-    # What is not requested has the lowest entropy.
-    layers, heads = (
-        range(n) if wanted is None else [wanted]
-        for n, wanted in ((c.n_layer, config.layer), (c.n_head, config.head))
-    )
+    layers = range(c.n_layer) if config.layer is None else [config.layer]
+    heads = range(c.n_head) if config.head is None else [config.head]
     _, layer, head = min((found["entropy"][n][h], n, h) for n in layers for h in heads)
     _, spec, chosen = model.plan(grad=False, segments=prompt.segments is not None)[0]
     about: About = {
@@ -170,8 +165,6 @@ def main(argv: list[str]) -> int:
     if config.json is not None:
         write(config.json, json.dumps(document, allow_nan=False))
     if config.text:
-        if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="replace")  # "?" for what the terminal lacks
         print(as_text(document))
         return 0
     path = config.html or str(Path(config.out_dir if resumed else ".") / "explain.html")

@@ -231,12 +231,13 @@ class GPT(nn.Module):
         self.config = config
         self.policy = policy
         # Set by the program that runs the model:
-        self.gradient_checkpointing = False  # recompute each block in backward: less memory, slower
+        self.gradient_checkpointing = False  # recompute each block in backward
         self.residual_autocast = False  # x between the blocks in autocast's dtype, not float32
         self.ring: Ring | None = None  # context parallelism: idx is a shard of each sequence
         self.compiled_blocks = False  # set by core/parallel.py
         self.tokenizer: Any = None  # of inference.load()
         self.packed = False  # segments are where a token's document begins: positions count from it
+        # The kernel of each layer, by phase (training, evaluation, decoding): attention/plan.py.
         self.plans = Plans(config.attention_backend, policy, config.specs, config.block_size)
         learned = config.position == "learned"
         self.transformer: Any = nn.ModuleDict({
@@ -265,9 +266,7 @@ class GPT(nn.Module):
         if targets is None:
             return self.head(x), None
         if targets.shape != idx.shape:
-            raise ValueError(
-                f"targets: expected the shape of idx, {idx.shape}, got {targets.shape}"
-            )
+            raise ValueError(f"targets: expected shape {idx.shape}, got {targets.shape}")
         return None, self.lm_head.loss(x, self.head_weight, targets)
 
     def hidden(self, idx: Tensor, segments: Tensor | None = None, cache: Cache = None) -> Tensor:
@@ -298,7 +297,7 @@ class GPT(nn.Module):
 
         plan = self.plans.look_up(self.phase(segments is not None, cache, x), idx.shape[0])
         for i, (block, (attend, spec, chosen)) in enumerate(zip(self.transformer.h, plan)):
-            if spec.lse and self.ring:
+            if spec.lse and self.ring:  # keys and values go round: attention/ring.py
                 attend = self.ring.attend(chosen.backend)
             layer = None if cache is None else cache.layer(i)
             args = attend, spec, segments, rope, layer, slopes
@@ -310,7 +309,7 @@ class GPT(nn.Module):
 
     def positions(self, T: int, device: torch.device, segments: Tensor | None,
                   cache: Cache) -> Tensor:  # fmt: skip
-        """Positions of T new tokens: (T,), or (B, T) if they differ between texts."""
+        """Positions (T,), or (B, T) if they differ between texts, of T new tokens."""
         if cache is not None:
             return cache.positions(T)
         if self.ring:
@@ -329,7 +328,7 @@ class GPT(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """The head's weights (V, C): the token embedding's, if they are tied."""
+        """(V, C): the token embedding's, if they are tied."""
         return self.transformer.wte.weight if self.lm_head.weight is None else self.lm_head.weight
 
     def phase(self, segments: bool = False, cache: Cache = None, x: Tensor | None = None) -> Phase:
@@ -385,8 +384,8 @@ class GPT(nn.Module):
 
     @classmethod
     def from_pretrained(cls, source: str, override_args: Any = None, **changes: Any) -> GPT:
-        """Load a folder of transformers, or a name on the hub. override_args (as in nanoGPT) and
-        changes are GPTConfig fields to replace."""
+        """Load a folder of transformers, or a name on the hub. override_args (nanoGPT's) and
+        changes replace fields of GPTConfig."""
         from checkpoint import load_hf
 
         return load_hf(source, **{**(override_args or {}), **changes})

@@ -1,9 +1,7 @@
-"""Generate text from prompts (docs/GENERATE.md).
+"""Generate text from prompts (docs/GENERATE.md). Ctrl-C writes the texts so far.
 
 python sample.py --out_dir=out/shakespeare_cpu --start="ROMEO:"
 python sample.py --init_from=gpt2 --prompts=questions.txt --out=answers.jsonl --kv_cache=paged
-
-Ctrl-C writes the texts so far and exits with code 130.
 """
 
 from __future__ import annotations
@@ -13,7 +11,8 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Generator, Iterator
+from collections import deque
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,16 +21,7 @@ from typing import IO, Annotated, Literal
 from pydantic import Field, PositiveInt
 
 from core import terminal
-from core.settings import (
-    Size,
-    Texts,
-    UserError,
-    check_fields,
-    exit_on_user_error,
-    read,
-    read_early,
-    user_errors,
-)
+from core.settings import Size, Texts, check_fields, exit_on_user_error, read, read_early
 
 log = logging.getLogger("nanoattn")
 
@@ -100,7 +90,8 @@ import data
 import inference
 from attention.machine.system import synchronize
 from core.files import open_output, printable
-from core.runtime import decide_compile, explained, pick_device, show_log
+from core.runtime import explained, pick_device, show_log, why_not_compile
+from core.settings import UserError, user_errors
 from data.tokenizer import well_formed
 from inference import constrain, graphs, serve
 from inference.sampling import Options
@@ -111,18 +102,18 @@ from model import GPT
 def load(config: SampleConfig, **changes: object) -> tuple[GPT, data.Tokenizer]:
     """`changes` go into the GPTConfig."""
     device = pick_device(config.device)
-    if config.compile and not (possible := decide_compile(True, device)):
-        raise UserError(f"--compile is not possible here: {possible.reason}")
+    if config.compile and (why := why_not_compile(True, device)):
+        raise UserError(f"--compile is not possible here: {why}")
     source = config.init_from
     if source == "resume":
         source = config.out_dir
         checkpoint.latest(source)  # UserError if there is none
-    permitted = config.attention_fallback, config.attention_hub_kernels, config.allow_mps_sdpa
-    changes["attention_backend"] = config.attention_backend
+    policy = attention.Policy(
+        config.attention_fallback, config.attention_hub_kernels, config.allow_mps_sdpa)  # fmt: skip
     model, tokenizer = inference.load(
         source, which=config.checkpoint, dataset=config.dataset, device=config.device,
-        dtype=config.dtype, weights=config.weights, policy=attention.Policy(*permitted), **changes,
-    )  # fmt: skip
+        dtype=config.dtype, weights=config.weights, policy=policy,
+        attention_backend=config.attention_backend, **changes)  # fmt: skip
     # Logs the kernel before any text.
     kind, _ = graphs.choose(model, config.kv_cache, config.compile)
     model.plan(grad=False, cache=kind, page_size=16 if kind == "paged" else None)
@@ -149,8 +140,11 @@ def _read(path: str) -> str:
 
 
 class Writer:
+    """Writes the texts in the order of their prompts, while a scheduler continues them."""
+
     def __init__(self, config: SampleConfig, model: GPT, prompts: list[str]) -> None:
-        self.config, self.model = config, model
+        self.config = config
+        self.model = model
         self.device = model.transformer.wte.weight.device
         starts = prompts or [default_prompt(model.tokenizer)]
         texts = [prompt for prompt in starts for _ in range(config.num_samples)]
@@ -172,17 +166,41 @@ class Writer:
         self.seconds = 0.0
         self.first = 0.0  # seconds to the first token
 
-    def steps(self) -> Generator[None, None, None]:
-        """Generate one token a step."""
-        begin = time.perf_counter()
-        try:
-            with closing(self.scheduler.tokens()) as tokens:
-                for _ in tokens:
-                    self.first = self.first or time.perf_counter() - begin
-                    yield
-        finally:
-            synchronize(self.device)
-            self.seconds = time.perf_counter() - begin
+    def write_all(self, out: IO[str]) -> int:
+        """Write every text, or those that Ctrl-C leaves; return the exit code."""
+        code = written = 0
+        began = time.perf_counter()
+        with closing(self.scheduler.tokens()) as tokens:
+            try:
+                for row in self.rows:
+                    new = self.new_tokens(row, tokens, began)
+                    if self.config.stream:
+                        self.shown = row
+                        print(row.text, end="", flush=True)
+                        for piece in self.scheduler.pieces(row, new):
+                            print(piece, end="", flush=True)
+                    deque(new, maxlen=0)
+                    self.write(row, out)
+                    written += 1
+            except KeyboardInterrupt as e:
+                code = e.args[0] if e.args else 130  # of core/settings.py
+        synchronize(self.device)
+        self.seconds = time.perf_counter() - began
+        for row in self.rows[written:]:
+            if self.finish(row) != "waiting":
+                self.write(row, out)
+        return code
+
+    def new_tokens(self, row: serve.Row, tokens: Iterator[object], began: float) -> Iterator[int]:
+        """A row's tokens as they come; `tokens`: of all rows."""
+        shown = 0
+        while True:
+            yield from row.new[shown:]
+            shown = len(row.new)
+            if row.ended or not row.room:
+                return
+            next(tokens)
+            self.first = self.first or time.perf_counter() - began
 
     def finish(self, row: serve.Row) -> str:
         if row.room and not row.ended:
@@ -200,10 +218,9 @@ class Writer:
             "seed": self.seeds[row.index], "finish": self.finish(row),
         }  # fmt: skip
         print(json.dumps(found, ensure_ascii=False), file=out, flush=True)
-        if self.config.stream:
-            print("\n---------------", flush=True)
-        elif self.config.out is None:
-            print(f"{row.text}{new}\n---------------", flush=True)
+        if self.config.stream or self.config.out is None:
+            text = "" if self.config.stream else f"{row.text}{new}"
+            print(f"{text}\n---------------", flush=True)
 
     def report(self) -> str:
         texts = sum(self.finish(row) != "waiting" for row in self.rows)
@@ -229,42 +246,12 @@ def main(argv: list[str]) -> int:
         raise UserError(f"--out={printable(config.out)} would replace --prompts")
     terminal.prepare(*["stdout"] * bool(config.out))  # the texts go on without their reader
     writer = Writer(config, load(config)[0], starts)
-    code = written = 0
     with user_errors(f"cannot write {printable(config.out)}: "):
         out = open_output(Path(config.out or os.devnull), "w")
     with out:
-        steps = writer.steps()
-        try:
-            for row in writer.rows:
-                new = _new(steps, row)
-                if config.stream:
-                    writer.shown = row
-                    print(row.text, end="", flush=True)
-                    for piece in writer.scheduler.pieces(row, new):
-                        print(piece, end="", flush=True)
-                for _ in new:
-                    pass
-                writer.write(row, out)
-                written += 1
-        except KeyboardInterrupt as e:
-            code = e.args[0] if e.args else 130  # of core/settings.py
-        finally:
-            steps.close()
-        for row in writer.rows[written:]:
-            if writer.finish(row) != "waiting":
-                writer.write(row, out)
+        code = writer.write_all(out)
     print(writer.report(), file=sys.stderr)
     return code
-
-
-def _new(steps: Iterator[None], row: serve.Row) -> Iterator[int]:
-    shown = 0
-    while True:
-        yield from row.new[shown:]
-        shown = len(row.new)
-        if row.ended or not row.room:
-            return
-        next(steps)
 
 
 if __name__ == "__main__":

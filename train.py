@@ -62,7 +62,7 @@ class Run:
     step: int  # steps done
     saved_step: int  # of the newest checkpoint
     sequences_seen: int
-    evaluated: bool  # False: the evaluation after this step is to come
+    evaluated: bool  # False: this step's evaluation is to come
     val_loss: float | None = None
 
 
@@ -73,7 +73,7 @@ def set_up(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Run:
     micro_steps = distributed.micro_steps(config.batch_size, config.gradient_accumulation_steps)
     if device.type == "cpu":
         runtime.keep_freed_memory()
-    torch.manual_seed(config.seed)
+    torch.manual_seed(config.seed)  # equal weights in all processes
     folder = data.find(config.dataset, config.data_dir)
     meta = data.read_meta(folder)
     if config.init_from == "scratch":
@@ -85,7 +85,7 @@ def set_up(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Run:
     setup = config.setup(device, model.config.n_embd)
     T = model.config.block_size
     decided: Any = {"dtype": runtime.dtype_name(setup.dtype), "residual_dtype": setup.residual}
-    config = replace(config, block_size=T, **decided)  # a resumed run keeps them
+    config = replace(config, block_size=T, **decided)  # what "auto" was: a resumed run keeps it
     if config.profile_step:
         profile.prepare(device)
     if config.parallel == "fsdp":
@@ -94,18 +94,19 @@ def set_up(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Run:
     model.ring = parallel.ring(distributed, T)
     model.gradient_checkpointing = config.gradient_checkpointing
     model.residual_autocast = setup.residual == "autocast"
-    model.packed = config.document_mask
+    model.packed = config.document_mask  # positions count from a document's beginning
     borders = data.loader.Documents.of(folder, meta) if model.packed else None
     optimizer = build_optimizer(model, config, device, distributed.world_size)
     torch.manual_seed(config.seed + distributed.rank)  # dropout differs between processes
     splits = {s: data.load(folder, s, T, model.config.vocab_size) for s in ("train", "val")}
-    windows = data.loader.fingerprint(splits["val"], T, config.eval_iters, config.batch_size)
+    # Identifies the evaluation: best losses of others do not compare.
+    evaluation = data.loader.fingerprint(splits["val"], T, config.eval_iters, config.batch_size)
     scaler = setup.scaler()
     done = checkpoint.Progress(evaluated=not config.eval_on_start)
     if config.init_from == "resume":
-        done = checkpoint.restore_run(config, model, optimizer, scaler, distributed, windows)
-    phase = {"dtype": config.dtype, "compiled": bool(setup.compile), "segments": model.packed}
-    kernel = model.plan(config.batch_size, distributed, **phase)[0].chosen
+        done = checkpoint.restore_run(config, model, optimizer, scaler, distributed, evaluation)
+    phase = {"dtype": config.dtype, "compiled": setup.compile, "segments": model.packed}
+    kernel = model.plan(config.batch_size, distributed, **phase)[0].chosen  # of the first layer
     model.plan(config.batch_size, distributed, **phase, training=False, grad=False)
     module: nn.Module = model  # FSDP has changed it in place, and compiles its blocks
     if config.parallel == "ddp":
@@ -116,7 +117,7 @@ def set_up(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Run:
     lines += [f"model: {size}; dataset {printable(folder)}, {tokenizer}"]
     distributed.say("\n".join(lines))
     saver = checkpoint.Saver(config.out_dir, config.keep_checkpoints, distributed,
-                             config.async_checkpoint, *done.best, windows)  # fmt: skip
+                             config.async_checkpoint, *done.best, evaluation)  # fmt: skip
     return Run(
         config=config, distributed=distributed, setup=setup, meta=meta, model=model, module=module,
         optimizer=optimizer, scaler=scaler, splits=splits, borders=borders, attention=kernel,
@@ -154,9 +155,7 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
     distributed.gather(None)  # every process is ready: now an earlier run may be moved aside
     if distributed.main:
         if run.step == 0 and (moved := checkpoint.set_aside(config.out_dir)):
-            distributed.say(
-                f"an earlier run's checkpoints and metrics are now in {printable(moved)}"
-            )
+            print(f"the earlier run in out_dir is now in {printable(moved)}", flush=True)
         wandb = {"project": config.wandb_project, "name": config.wandb_run_name,
                  "config": asdict(config)} if config.wandb_log else None  # fmt: skip
         meter.metrics = Metrics(Path(config.out_dir), run.step, wandb, run.evaluated)
@@ -175,7 +174,8 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
         return 1
     stopped = stop.agreed()
     alone = checkpoint.gathered(run.model) if config.sample_tokens and not stopped else None
-    meter.close()  # from here on no process waits for the main one
+    if meter.metrics:
+        meter.metrics.close()  # from here on no process waits for the main one
     stop.close()
     if stopped:
         distributed.say(f"stopped after step {run.step}; {run.saver.last_good()}")
@@ -197,16 +197,17 @@ def loop(run: Run, meter: Meter, stop: Stop) -> bool:
                            device, run.borders, (run.step, run.sequences_seen))  # fmt: skip
     runtime.settle(device)
     meter.restart(run.step, timed=False)
+    # x and y (B, T), and with a mask (B, T): where each token's document begins.
     for batch in batches.prefetch(run.step, config.max_iters, *distributed.data):
         # --- one step ---
         lr = set_learning_rate(run.optimizer, run.step, config)
-        meter.count(*batch[2:])
+        meter.count(*batch[2:])  # visible keys, for mfu_causal
         x, y, *segments = parallel.shard_batch(run.model.ring, *batch)
         profiling = run.step + 1 == config.profile_step
         watching: Any = nullcontext()
         if profiling and distributed.main:
             watching = profile.profiled(device, trace=Path(config.out_dir) / "profile.json")
-        with watching as seen:
+        with watching as seen:  # stop.mark raises Stopped, where all processes agree
             loss = train_step(
                 run.module, run.optimizer, run.scaler, run.setup.autocast, x, y,
                 micro_steps=run.micro_steps, clip=config.grad_clip, found_inf=found_inf,
@@ -271,11 +272,10 @@ def evaluate(run: Run, metrics: Metrics | None = None, stop: Stop | None = None)
             batches = data.eval_batches(
                 tokens, config.block_size, config.eval_iters, config.batch_size,
                 *distributed.data, run.setup.device, run.borders)  # fmt: skip
-            losses[split] = parallel.mean_loss(
-                run.module, batches, run.setup.autocast, run.model.ring, distributed, stop
-            )
+            how = run.setup.autocast, run.model.ring, distributed, stop
+            losses[split] = parallel.mean_loss(run.module, batches, *how)
     finally:
-        parallel.reshard(run.model)
+        getattr(run.model, "reshard", lambda: None)()  # FSDP: free what this pass gathered
         run.model.train()
     run.val_loss = val_loss = losses["val"]
     bits = data.bits_per_byte(run.meta, val_loss)

@@ -1,1 +1,1 @@
-"""Settings, set-up, FLOPs, metrics: independent of the model."""
+"""Independent of the model."""

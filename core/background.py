@@ -1,4 +1,4 @@
-"""Work in daemon threads."""
+"""Work in daemon threads, which end with the process."""
 
 from __future__ import annotations
 
@@ -33,5 +33,4 @@ def map_ahead(work: Callable[[T], R], tasks: Iterable[T], ahead: int) -> Iterato
         running.append(begin(work, task))
         if len(running) >= ahead:
             yield running.popleft().result()
-    while running:
-        yield running.popleft().result()
+    yield from (future.result() for future in running)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from core.runtime import StopSignal, pick_device, random_state, set_random_state
-from core.settings import LaunchError, UserError
+from core.settings import UserError, user_errors
 
 T = TypeVar("T")
 SLOW_S = 1800.0  # timeout while ranks start, compile or save
@@ -37,24 +37,29 @@ class DistInfo:
         """Join the processes that torchrun started. Raises UserError."""
         device = pick_device(wanted)
         N = context_parallel
-        n = _world_size(device)
+        env = os.environ
+        alone = env.get("RANK"), env.get("WORLD_SIZE", "1"), env.get("LOCAL_RANK", "0")
+        if alone == (None, "1", "0"):
+            if N > 1:
+                raise UserError(f"--context_parallel={N} needs a multiple of {N} processes, got 1")
+            return cls(device)
+        slow = timedelta(seconds=SLOW_S)
+        with user_errors("not started by torchrun (for one process: unset RANK WORLD_SIZE): "):
+            if int(env.get("RANK", 0)) >= int(env.get("WORLD_SIZE", 1)):
+                raise ValueError(f"RANK={env['RANK']}, WORLD_SIZE={env.get('WORLD_SIZE')}")
+            store, rank, n = next(dist.rendezvous("env://", timeout=slow))
         if n % N:
             raise UserError(f"--context_parallel={N} needs a multiple of {N} processes, got {n}")
-        if "RANK" not in os.environ:
-            return cls(device=device)
-        backend = "gloo"
         if device.type == "cuda":
-            backend = "nccl"
-            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-            local_size = int(os.environ["LOCAL_WORLD_SIZE"])
-            if local_size > (gpus := torch.cuda.device_count()):  # on all ranks: rank 0 prints it
+            local_size = int(env["LOCAL_WORLD_SIZE"])
+            if local_size > (gpus := torch.cuda.device_count()):
                 raise UserError(f"--nproc_per_node={local_size} needs as many GPUs, found {gpus}")
+            device = torch.device("cuda", int(env["LOCAL_RANK"]))
             torch.cuda.set_device(device)
-        slow = timedelta(seconds=SLOW_S)
-        store, rank, n = next(dist.rendezvous("env://", timeout=slow))
-        if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
-            # torchrun's store keeps addresses of an earlier attempt (PyTorch issue 135712).
-            store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        if env.get("LOCAL_WORLD_SIZE") == env["WORLD_SIZE"]:
+            # torchrun's store keeps old addresses (PyTorch issue 135712).
+            store = dist.PrefixStore(env.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=slow, store=store, rank=rank, world_size=n)
         control, disk = (dist.new_group(backend="gloo", timeout=slow) for _ in range(2))
         ring = None
@@ -73,7 +78,7 @@ class DistInfo:
         return self.rank == 0
 
     def micro_steps(self, batch_size: int, accumulated: int) -> int:
-        """Micro-batches per step and process. UserError: a process would have none."""
+        """Micro-batches per step and process. UserError: fewer than one."""
         n = self.data[1]
         share = batch_size * accumulated / n
         steps = math.ceil(math.ceil(share) / batch_size)
@@ -90,12 +95,12 @@ class DistInfo:
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
         if local_size == self.world_size:
             return f"torchrun --standalone --nproc_per_node={local_size}"
-        first = f"{os.environ['MASTER_ADDR']}:29400"
         nodes = f"--nnodes={self.world_size // local_size} --nproc_per_node={local_size}"
-        return f"torchrun {nodes} --rdzv_backend=c10d --rdzv_endpoint={first}"
+        endpoint = f"--rdzv_endpoint={os.environ['MASTER_ADDR']}:29400"
+        return f"torchrun {nodes} --rdzv_backend=c10d {endpoint}"
 
     def job(self) -> str | None:
-        """The torchrun job, the same after a restart, or None. Collective."""
+        """The torchrun job, across restarts, or None. Collective."""
         name = os.environ.get("TORCHELASTIC_RUN_ID")  # "none" without --rdzv_id
         return self.gather(f"none {os.getppid()}" if name == "none" else name)[0]
 
@@ -141,20 +146,6 @@ class DistInfo:
             print(text, file=file, flush=True)
 
 
-def _world_size(device: torch.device) -> int:
-    rank, n = os.environ.get("RANK"), os.environ.get("WORLD_SIZE", "1")
-    if rank is None and n == "1" and os.environ.get("LOCAL_RANK", "0") == "0":
-        return 1
-    needed = ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
-    needed += ["LOCAL_RANK", "LOCAL_WORLD_SIZE"] if device.type == "cuda" else []
-    missing = [name for name in needed if name not in os.environ]
-    if missing or not (rank and rank.isdecimal() and n.isdecimal() and int(rank) < int(n)):
-        why = f"{', '.join(missing)} missing" if missing else f"RANK={rank} and WORLD_SIZE={n}"
-        alone = "unset RANK WORLD_SIZE LOCAL_RANK"
-        raise LaunchError(f"launched wrongly ({why}): use torchrun, or for one process: {alone}")
-    return int(n)
-
-
 class Stopped(Exception):
     """All processes agreed to end."""
 
@@ -168,7 +159,7 @@ class Stop(StopSignal):
         self.random: dict[str, torch.Tensor] = {}  # before the step
 
     def mark(self, part: str) -> None:
-        """Check between micro-batches; Stopped leaves the state as before the step."""
+        """Between micro-batches, Stopped leaves the state as before the step."""
         if part == "update":
             self.random = {}
         elif part == "forward" and not self.random:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
 import os
 import platform
@@ -22,14 +23,11 @@ log = logging.getLogger("nanoattn")
 
 
 def refuse_link(path: Path, hard: bool = False) -> None:
-    """Raise OSError for a link (`hard`: a hard one too), except /dev/stdout."""
-    if path.is_symlink() and str(path.parent) not in ("/dev", "/dev/fd", "/proc/self/fd"):
-        why = f"a link to {os.readlink(path)!r}"
-    elif hard and path.is_file() and path.stat().st_nlink > 1:
-        why = "a hard link to another file"
-    else:
-        return
-    raise OSError(errno.ELOOP, f"{path} is {why}; delete it or name another file", str(path))
+    """OSError: a link (`hard`: a hard one too), but /dev/stdout."""
+    soft = path.is_symlink() and str(path.parent) not in ("/dev", "/dev/fd", "/proc/self/fd")
+    if soft or (hard and path.is_file() and path.stat().st_nlink > 1):
+        why = f"a link to {os.readlink(path)!r}" if soft else "a hard link to another file"
+        raise OSError(errno.ELOOP, f"{path} is {why}", str(path))
 
 
 def open_output(path: Path, mode: str) -> IO[str]:
@@ -44,7 +42,7 @@ def open_output(path: Path, mode: str) -> IO[str]:
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a new file that replaces `path`. OSError: a link."""
     refuse_link(path)
-    if path.is_symlink() or (path.exists() and not path.is_file()):
+    if path.is_symlink() or (path.exists() and not path.is_file()):  # /dev/stdout
         yield path
         return
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
@@ -53,9 +51,8 @@ def replacing(path: Path) -> Iterator[Path]:
         partial.touch(exist_ok=False)
         yield partial
         partial.replace(path)
-    except BaseException:
+    finally:
         partial.unlink(missing_ok=True)
-        raise
 
 
 def write_at_once(path: Path, content: str | bytes) -> None:
@@ -75,24 +72,22 @@ def command(*words: object) -> str:
 def _quoted(word: str) -> str:
     if word.isprintable():
         return shlex.quote(word)
-
-    def escaped(c: str) -> str:
-        if c.isprintable() and c not in "\\'":
-            return c
+    quoted = ""
+    for c in word:
         path_byte = "\udc80" <= c <= "\udcff"  # other halves of surrogate pairs come from JSON
-        errors = "surrogateescape" if path_byte else "surrogatepass"
-        return "".join(f"\\x{byte:02x}" for byte in c.encode(errors=errors))
-
-    return f"$'{''.join(map(escaped, word))}'"
+        code = c.encode(errors="surrogateescape" if path_byte else "surrogatepass")
+        plain = c.isprintable() and c not in "\\'"
+        quoted += c if plain else "".join(f"\\x{byte:02x}" for byte in code)
+    return f"$'{quoted}'"
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Create --out_dir and keep other processes out: by `.lock`, on a shared disk too; by a socket,
-    also if the folder is deleted. Raises UserError."""
-    import fcntl
-
-    path, there, option = folder / ".lock", os.path.exists(folder), f"--out_dir={printable(folder)}"
+    """Create --out_dir and keep others out, by a file on a shared disk too, by a socket if the
+    folder is deleted. Raises UserError."""
+    path = folder / ".lock"
+    option = f"--out_dir={printable(folder)}"
+    existed = os.path.exists(folder)
     with ExitStack() as held:
         try:
             with suppress(PermissionError):  # in a sandbox
@@ -103,9 +98,9 @@ def locked(folder: Path) -> Iterator[None]:
             file = held.enter_context(open_output(path, "a+"))
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise
-            except OSError as e:  # NFS without locks
+            except OSError as e:
+                if isinstance(e, BlockingIOError):
+                    raise
                 log.warning("%s cannot be locked (%s): use it once at a time", option, e.strerror)
         except OSError as e:
             why = f"cannot be written ({e.strerror})"
@@ -121,5 +116,5 @@ def locked(folder: Path) -> Iterator[None]:
         finally:
             with suppress(OSError):
                 path.unlink()
-                if not there:
+                if not existed:
                     folder.rmdir()  # fails if something was written

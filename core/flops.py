@@ -1,6 +1,4 @@
-"""FLOPs per token, peak rates and MFU.
-
-Model FLOPs utilization (Chowdhery et al. 2022, PaLM, arXiv 2204.02311, appendix B):
+"""FLOPs per token, peak rates and MFU (Chowdhery et al. 2022, PaLM, arXiv 2204.02311, appendix B):
 
     MFU = FLOPs per token * tokens per second / (peak FLOP/s * number of devices)
 
@@ -8,8 +6,7 @@ Model FLOPs utilization (Chowdhery et al. 2022, PaLM, arXiv 2204.02311, appendix
                  up; L layers, H heads of Q channels, T tokens in a sequence.
     mfu_causal   T replaced by the mean number of keys that a query sees.
 
-6 N: multiply and add per weight, once forward, twice backward; QK^T and PV: 2 * 2 * Q * T forward
-per head. Recomputation is not counted.
+Recomputation is not counted.
 """
 
 from __future__ import annotations
@@ -23,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date, datetime, timezone
 from functools import cache, partial, singledispatch
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -39,14 +37,14 @@ from core.runtime import describe
 Row = dict[str, Any]  # of metrics.jsonl
 Sizes = Any  # a GPTConfig, or bench/hf.py's Counted
 log = logging.getLogger("nanoattn")
-ALONE = 0.9  # least share of a core that an undisturbed thread gets
 
 
 def matrices(config: Sizes) -> list[tuple[int, int, bool]]:
     """(outputs, inputs, bias?) of c_attn, attn.c_proj, c_fc and mlp.c_proj."""
-    C, q, kv = config.n_embd, config.n_head * config.head_dim, config.kv_heads * config.head_dim
-    fc, bias = config.hidden * (2 if config.mlp == "swiglu" else 1), config.bias is True
-    qkv = q + 2 * kv, C, bool(config.bias)
+    C, bias = config.n_embd, config.bias is True
+    q, kv = config.n_head * config.head_dim, config.kv_heads * config.head_dim
+    fc = config.hidden * (2 if config.mlp == "swiglu" else 1)
+    qkv = (q + 2 * kv, C, bool(config.bias))
     return [qkv, (C, q, bias), (fc, C, bias), (C, config.hidden, bias)]
 
 
@@ -125,54 +123,61 @@ def peak(device: str | torch.device, dtype: str,
 
 def kept_rate(what: str, device: torch.device, measure: Callable[[], float],
               again: bool) -> tuple[float, str]:  # fmt: skip
-    """A rate, kept for later, and its age in words; measured again after a busy time."""
+    """A rate, kept for later, and its age; measured again after a busy time."""
+    file = memory().with_name("rates.json")
     key = f"{what}, {describe(device)}, torch {torch.__version__}"
     today, known = datetime.now(timezone.utc).date(), dict[str, Any]()
     try:
-        known = dict(json.loads(memory().with_name("rates.json").read_text(encoding="utf-8")))
+        known = dict(json.loads(file.read_text(encoding="utf-8")))
         rate, day, busy = known[key]
         age = (today - date.fromisoformat(day)).days
-        usable = math.isfinite(rate) and rate > 0
+        again = again or not (math.isfinite(rate) and rate > 0) or (busy and not is_busy())
     except (OSError, ValueError, TypeError, LookupError):
-        usable = False
-    if again or not usable or (busy and not disturbed(spin)[1]):
-        day, age = str(today), 0
-        rate, busy = disturbed(measure)
-        busy = busy and device.type == "cpu"
+        again = True
+    if again:
+        day, age, since = str(today), 0, clock()
+        rate = measure()
+        busy = device.type == "cpu" and disturbed(since)
         try:
-            file = memory().with_name("rates.json")
             file.parent.mkdir(parents=True, exist_ok=True)
             write_at_once(file, json.dumps({**known, key: [rate, day, busy]}, indent=1))
         except OSError as e:
-            log.warning("a measured rate cannot be kept for later runs (%s)", e)
-    when = f"measured {day}, {age} days ago" if age else f"measured {day}, today"
+            log.warning("a measured rate cannot be kept (%s)", e)
+    when = f"measured {day}, {f'{age} days ago' if age else 'today'}"
     return rate, when + (", while other programs used these cores" if busy else "")
 
 
-def disturbed(compute: Callable[[], float]) -> tuple[float, bool]:
-    """A result, and True if this thread waited for a core."""
-    began, used = time.perf_counter(), time.thread_time()
-    result = compute()
-    passed, used = time.perf_counter() - began, time.thread_time() - used
-    return result, passed - used > max(0.01, (1 - ALONE) * passed)
+def clock() -> tuple[float, float]:
+    """Seconds now, and those spent waiting for a core (0: not Linux)."""
+    try:
+        waited = int(Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()[1])
+    except OSError:
+        waited = 0
+    return time.perf_counter(), waited / 1e9
 
 
-def spin() -> float:
-    end = time.perf_counter() + 0.1
-    while (now := time.perf_counter()) < end:
+def disturbed(since: tuple[float, float]) -> bool:
+    """True if a tenth of the time since that clock() went by waiting."""
+    passed, waited = (b - a for a, b in zip(since, clock()))
+    return waited > max(0.01, 0.1 * passed)
+
+
+def is_busy() -> bool:
+    since = clock()
+    while time.perf_counter() < since[0] + 0.1:
         pass
-    return now
+    return disturbed(since)
 
 
 def measured_tflops(device: torch.device, dtype: torch.dtype) -> float:
     """Best rate of large matrix products."""
-    best = 0.0
     own = torch.Generator(device).manual_seed(0)
-    plain = device.type != "cpu" or dtype != torch.float32 or not cpu_matmul.exact()
-    kinds = (torch.mm,) if plain else (torch.mm, cpu_matmul.matmul)
-    cuda, began = device.type == "cuda", time.perf_counter()
-    # A GPU raises its clocks while it works.
-    at_a_time, least = (10, 0.5) if cuda else (1, 0.0)
+    kinds: list[Callable[..., torch.Tensor]] = [torch.mm]
+    if device.type == "cpu" and dtype == torch.float32 and cpu_matmul.exact():
+        kinds.append(cpu_matmul.matmul)
+    cuda = device.type == "cuda"
+    at_a_time, least = (10, 0.5) if cuda else (1, 0.0)  # a GPU raises its clocks while it works
+    best, began = 0.0, time.perf_counter()
     for i, n in enumerate((4096, 8192) if cuda else (1024, 1536, 2048)):
         a, b = torch.randn(2, n, n, device=device, generator=own).to(dtype)
         for count in itertools.count():
@@ -180,11 +185,10 @@ def measured_tflops(device: torch.device, dtype: torch.dtype) -> float:
             enough = count >= 8 * len(kinds) and passed >= least * (i + 1)
             if enough or (best and passed > 4):  # float16 is slow on a CPU
                 break
-            multiply = kinds[count % len(kinds)]
             synchronize(device)
             start = time.perf_counter()
             for _ in range(at_a_time):
-                multiply(a, b)
+                kinds[count % len(kinds)](a, b)
             synchronize(device)
             best = max(best, at_a_time * 2 * n**3 / (time.perf_counter() - start))
     return best / 1e12
@@ -215,14 +219,14 @@ class Speed:
         return full * at_peak, causal * at_peak
 
     def row(self) -> Row:
-        """Fields of records; MFU above 1 is None, with "mfu_why"."""
+        """Of records; MFU above 1 is None, with "mfu_why"."""
         full, causal = self.mfu
         row: Row = {"tokens_per_s": self.tokens_per_s, "mfu": full, "mfu_causal": causal}
         if causal > 1:  # every kernel does these operations
             why = f"the run exceeds the peak of {self.peak}"
             row |= {"mfu": None, "mfu_causal": None, "mfu_why": why}
         elif full > 1:  # a kernel may leave out the masked pairs
-            why = f"with the masked pairs the run would exceed the peak of {self.peak}"
+            why = f"with the masked pairs the run exceeds the peak of {self.peak}"
             row |= {"mfu": None, "mfu_why": why}
         return row
 
@@ -232,7 +236,7 @@ class Speed:
 
 def in_words(row: Row, of: str = "") -> str:
     """ "mfu 41.2% (causal 39.6%)", or why not."""
-    known = None if row["mfu_causal"] is None else f"(causal {row['mfu_causal']:.1%}){of}"
+    known = "" if row["mfu_causal"] is None else f" (causal {row['mfu_causal']:.1%}){of}"
     if row["mfu"] is None:
-        return f"mfu not known{f' {known}' if known else ''}: {row['mfu_why']}"
-    return f"mfu {row['mfu']:.1%} {known}"
+        return f"mfu not known{known}: {row['mfu_why']}"
+    return f"mfu {row['mfu']:.1%}{known}"

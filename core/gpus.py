@@ -1,5 +1,4 @@
-"""Peak rates, memory, bandwidth and links of GPUs. Dense rates from the row's datasheet; memory
-from NVIDIA (MIG, NIM), AMD's ROCm or third parties."""
+"""Dense peak rates, bandwidth, memory and links of GPUs."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from attention.machine.gpus import MAKERS, describe, nearest, words
 
 @dataclass(frozen=True)
 class GPU:
-    """A row; a longer name ("Laptop GPU", a MIG slice) does not match it."""
+    """A longer name ("Laptop GPU", a MIG slice) does not match."""
 
     name: str  # torch.cuda.get_device_name()
     tflops: tuple[float, float | None, float]  # half, TF32, float32
@@ -98,11 +97,9 @@ def datasheet_tflops(name: str, dtype: str, tf32: bool = False) -> tuple[float, 
     if not (gpu := find_rated(name)):
         return None
     half, in_tf32, single = gpu.tflops
-    rates = {"float16": half, "float32": in_tf32 if tf32 else single}
-    if in_tf32:  # Ampere brought both
-        rates["bfloat16"] = half
-    rate = rates.get(dtype)
-    return None if rate is None else (rate, f"datasheet: {gpu.source}")
+    bfloat16 = half if in_tf32 else None  # Ampere brought both
+    rates = {"float16": half, "bfloat16": bfloat16, "float32": in_tf32 if tf32 else single}
+    return (rate, f"datasheet: {gpu.source}") if (rate := rates.get(dtype)) else None
 
 
 def datasheet_bandwidth(name: str) -> tuple[float, str] | None:
@@ -112,7 +109,7 @@ def datasheet_bandwidth(name: str) -> tuple[float, str] | None:
 
 
 def describe_rated(text: str) -> tuple[GPU, str]:
-    """A GPU ("H100": the usual variant), and a note if several fit. Raises ValueError."""
+    """A GPU ("H100": the usual one), and a note if several fit. Raises ValueError."""
     given, found = words(text) - MAKERS, find_rated(text)
     fit = [gpu for gpu in RATED if given and given <= words(gpu.name)]
     if not found:

@@ -1,5 +1,5 @@
-"""Cross entropy of x @ weight.T without storing all logits: the forward pass computes loss and
-both gradients, (softmax - onehot) / n, chunk by chunk."""
+"""Cross entropy of x @ weight.T in chunks: the forward pass computes loss and both gradients,
+(softmax - onehot) / n, and stores no logits."""
 
 from __future__ import annotations
 
@@ -37,22 +37,15 @@ class Head(nn.Module):
         return linear_cross_entropy(x, weight, targets, self.matmul_switch(x))
 
     def matmul_switch(self, x: Tensor) -> Switch:
-        """Context of the loss's matrix products (core/cpu/matmul.py)."""
+        """Context of the loss's matrix products."""
         return nullcontext
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor,
                          matmul_switch: Switch = nullcontext) -> Tensor:  # fmt: skip
-    """Mean cross entropy of x @ weight.T in nats: float32 (), or float64 as x. All targets ignored:
-    NaN with zero gradients, as F.cross_entropy.
-
-    x: (N, C); weight: (V, C); targets: (N,) int64, or IGNORE.
-    """
+    """x (N, C), weight (V, C), targets (N,) int64 -> the mean in nats, float32 (), or float64 as x.
+    All targets ignored: NaN with zero gradients, as F.cross_entropy."""
     dtype = autocast_dtype(x.device.type) or x.dtype
-    if torch._C._are_functorch_transforms_active():  # the Function below has no rule
-        wide = torch.promote_types(dtype, torch.float32)
-        logits = (x.to(dtype) @ weight.to(dtype).t()).to(wide)
-        return F.cross_entropy(logits, targets, ignore_index=IGNORE)
     # ctx.needs_input_grad is True under no_grad too.
     want_grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     how = targets, dtype, want_grad, matmul_switch
@@ -138,7 +131,7 @@ def pieces(n: int, size: int | None) -> list[slice]:
 
 def chunk_rows(N: int, V: int, device: str, dtype: torch.dtype = torch.float32,
                memory: float | None = None) -> int:  # fmt: skip
-    """Rows of logits in 1/16 of a GPU's memory (bytes), at most 4 GB; or in a CPU's caches."""
+    """Rows of logits in 1/16 of a GPU's memory (bytes) or 4 GB; in a CPU's caches."""
     if device != "cpu":  # 8 bytes an element
         budget = min(int(memory or gpu_memory()) // 128, 2**29)
     else:

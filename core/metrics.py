@@ -1,4 +1,4 @@
-"""Progress in print, metrics.jsonl, loss.png, Weights & Biases. A failing logger only warns."""
+"""Progress: lines, metrics.jsonl, loss.png, Weights & Biases. A failing logger only warns."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from attention import Backend, Resolution
+from attention.machine.system import synchronize
 from core.distributed import DistInfo
 from core.files import open_output, printable, refuse_link, replacing, write_at_once
-from core.flops import ALONE, Row, Sizes, Speed, in_words, keys_seen, peak
+from core.flops import Row, Sizes, Speed, clock, disturbed, in_words, keys_seen, peak
 from core.options import TrainConfig
-from core.runtime import now, peak_memory
+from core.runtime import peak_memory
 from core.settings import UserError, first_line
 
 log = logging.getLogger("nanoattn")
@@ -40,7 +41,7 @@ class Metrics:
 
     def __init__(self, out_dir: Path, step: int, wandb: Row | None = None,
                  evaluated: bool = True) -> None:  # fmt: skip
-        """Begin after `step`, without a killed run's later lines; wandb: of wandb.init()."""
+        """Begin after `step`, without later lines; wandb: of wandb.init()."""
         self.path = out_dir / "metrics.jsonl"
         self.failed = False
         self.wandb: Any = None
@@ -51,20 +52,19 @@ class Metrics:
             self._write("".join(json.dumps(r) + "\n" for r in rows))
         except OSError as e:
             raise UserError(f"{self.path} cannot be read and written ({e.strerror})") from e
-        if wandb is not None:
-            with warned("wandb is off"):
+        with warned("wandb is off"):
+            if wandb is not None:
                 self._join(wandb, step)
 
     def _join(self, wandb: Row, step: int) -> None:
         from wandb import Settings, init
 
-        folder = self.path.parent
-        known = folder / "wandb_id.txt"
-        for path in (known, folder / "wandb"):
+        known = self.path.with_name("wandb_id.txt")
+        for path in (known, self.path.with_name("wandb")):
             refuse_link(path)
         if step and known.exists():
             wandb = {**wandb, "id": known.read_text(), "resume": "allow"}
-        self.wandb = init(dir=folder, settings=Settings(init_timeout=20), **wandb)
+        self.wandb = init(dir=self.path.parent, settings=Settings(init_timeout=20), **wandb)
         if identity := getattr(self.wandb, "id", None):
             write_at_once(known, identity)
 
@@ -83,11 +83,10 @@ class Metrics:
             self.file.flush()
         except OSError as e:  # what is buffered is written later
             if not self.failed:
-                log.warning("%s could not be written (%s); the training goes on", self.path, e)
+                log.warning("%s could not be written (%s)", self.path, e)
             self.failed = True
         if self.wandb is not None:
-            run = self.wandb
-            self.wandb = None  # if it fails
+            run, self.wandb = self.wandb, None  # if it fails
             with warned("wandb stopped logging"):
                 run.log(row, step=row["iter"])
                 self.wandb = run
@@ -103,6 +102,8 @@ class Metrics:
 
 
 class Meter:
+    metrics: Metrics | None = None
+
     def __init__(self, distributed: DistInfo, model: Sizes, config: TrainConfig, backend: Backend,
                  step: int) -> None:  # fmt: skip
         device = distributed.device
@@ -114,8 +115,7 @@ class Meter:
         self.speeds: list[Speed] = []
         self.quiet: list[Speed] = []  # without other programs
         self.printed: set[str] = set()
-        self.core_waits = time.perf_counter(), waited()
-        self.metrics: Metrics | None = None
+        self.clock = clock()
         self.counted: list[Tensor] = []  # keys_seen() since the last line
         self.keys: float | None = None  # their mean
         if backend.mods is not None:  # flex:FILE.py
@@ -136,8 +136,9 @@ class Meter:
         """Begin the next line's interval; timed=False: of first steps."""
         self.step = step
         self.timed = timed
-        self.began = now(self.distributed.device)
         self.counted.clear()
+        synchronize(self.distributed.device)
+        self.began = time.perf_counter()
 
     def overdue(self) -> bool:
         return time.perf_counter() - self.began > 30
@@ -153,7 +154,8 @@ class Meter:
             return
         memory = peak_memory(self.distributed.device)
         row: Row = {"iter": step, "loss": loss, "lr": lr, "mem_bytes": memory}
-        busy = self._busy()
+        busy = self.peak.measured and disturbed(self.clock)
+        self.clock = clock()
         speed, left = "a first step, not timed", ""
         if self.timed and step > self.step:
             found = self.speed(self.tokens / seconds)
@@ -174,23 +176,11 @@ class Meter:
         if self.metrics:
             self.metrics.log(**row)
 
-    def _busy(self) -> bool:
-        """True if the peak was measured, and others used this core."""
-        since, before = self.core_waits
-        self.core_waits = time.perf_counter(), waited()
-        share = (self.core_waits[1] - before) / (self.core_waits[0] - since)
-        return self.peak.measured and share > 1 - ALONE
-
     def not_finite(self, step: int, loss: float, lr: float, kernel: Resolution, good: str) -> None:
-        """good: the last checkpoint, and the command to continue."""
         name = "+".join([kernel.backend.name, *kernel.kernels])
         found = f"(loss {loss}, lr {lr:.2e}, kernel {name}; docs/TRAIN.md)"
-        why = f"a loss or gradient is not finite at step {step} or shortly before {found}"
+        why = f"a loss or gradient is not finite at step {step} or before {found}"
         self.distributed.say(f"error: {why}; {good}", file=sys.stderr)
-
-    def close(self) -> None:
-        if self.metrics:
-            self.metrics.close()
 
     def end(self, val_loss: float | None, baselines: dict[str, float]) -> None:
         if self.speeds:
@@ -202,15 +192,6 @@ class Meter:
         if baselines and val_loss is not None:
             known = ", ".join(f"{name} model {x:.2f}" for name, x in baselines.items())
             self.distributed.say(f"val loss {val_loss:.4f} nats a token; for comparison: {known}")
-
-
-def waited() -> float:
-    """Seconds that this thread waited for a core, or 0."""
-    try:
-        text = Path("/proc/thread-self/schedstat").read_text(encoding="ascii")
-        return int(text.split()[1]) / 1e9
-    except (OSError, ValueError, LookupError):
-        return 0.0
 
 
 def duration(seconds: float) -> str:
@@ -227,12 +208,11 @@ def read(path: Path) -> list[Row]:
     rows: list[Row] = []
     for number, line in enumerate(path.open("rb") if path.exists() else (), 1):
         try:
-            row = json.loads(line)
-            row["iter"] + 0  # a number
-            rows.append(row)
+            rows.append(json.loads(line))
+            rows[-1]["iter"] + 0  # a number
         except (ValueError, TypeError, LookupError) as e:
             if not line.endswith(b"\n"):
-                return rows
+                return rows[: number - 1]
             raise UserError(f"{path}, line {number} is not a row of a run ({first_line(e)})") from e
     return rows
 
@@ -243,11 +223,10 @@ def draw(path: Path, picture: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    rows = read(path)
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     for key, label, color, marker in (("loss", "training, batch by batch", "#9bb1c0", ""),
                                       ("val_loss", "validation", "#c7553b", "o")):  # fmt: skip
-        if points := [(r["iter"], r[key]) for r in rows if key in r]:
+        if points := [(r["iter"], r[key]) for r in read(path) if key in r]:
             axes.plot(*zip(*points), label=label, color=color, marker=marker, linewidth=1.2)
             axes.legend(frameon=False)
     if points:
@@ -256,8 +235,8 @@ def draw(path: Path, picture: Path) -> None:
     axes.locator_params(axis="x", integer=True)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-    name = printable(path.resolve().parent.name)
-    axes.set(xlabel="step", ylabel="loss (nats a token)", title=name)
+    title = printable(path.resolve().parent.name)
+    axes.set(xlabel="step", ylabel="loss (nats a token)", title=title)
     with replacing(picture) as file:
         figure.savefig(file, dpi=120, format="png")
     plt.close(figure)

@@ -1,9 +1,8 @@
-"""AdamW and Muon, learning rates, and an update that does not wait for the device."""
+"""AdamW, Muon, learning rates, and an update that does not wait for the device."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,14 +43,14 @@ def learning_rate(step: int, config: Config) -> float:
 def schedule_warnings(config: Config) -> list[str]:
     if not config.decay_lr or config.eval_only:
         return []
-    last, warm = config.max_iters - 1, config.warmup_iters
+    last, warm, end = config.max_iters - 1, config.warmup_iters, config.lr_decay_iters
     highest = max(learning_rate(min(last, step), config) for step in (max(0, warm - 1), warm))
     if highest < (1 - 1e-9) * config.learning_rate:
         names = ("learning_rate", "warmup_iters", "lr_decay_iters", "max_iters")
         why = ", ".join(f"--{name}={getattr(config, name)}" for name in names)
         return [f"WARNING: the highest learning rate is {highest:.3g} ({why})"]
-    if (end := config.lr_decay_iters) is not None and end < config.max_iters:
-        return [f"WARNING: the decay ends at --lr_decay_iters={end}, the run at {config.max_iters}"]
+    if end is not None and end < config.max_iters:
+        return [f"WARNING: --lr_decay_iters={end} < --max_iters={config.max_iters}"]
     if (config.min_lr or 0) > config.learning_rate:
         return [f"WARNING: --min_lr={config.min_lr} > --learning_rate={config.learning_rate}"]
     return []
@@ -66,20 +65,21 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, config: Confi
     return matrices[0]["lr"] if matrices else rate
 
 
-def build_optimizer(model: nn.Module, config: Config, device: torch.device,
+def build_optimizer(model: Any, config: Config, device: torch.device,
                     processes: int = 1) -> torch.optim.AdamW:  # fmt: skip
-    """Fused AdamW that decays matrices only, or Muon; processes: copies of the model (DDP)."""
+    """AdamW that decays matrices only, or Muon; processes: copies of the model (DDP)."""
     fused = device.type in ("cuda", "cpu")
     how: Group = {"lr": config.learning_rate, "betas": (config.beta1, config.beta2), "fused": fused}
     if getattr(config, "optimizer", "adamw") == "muon":
         from torch.distributed.device_mesh import init_device_mesh
 
-        gpt: Any = model
+        muon = Muon(muon_groups(model, config), **how)
         half = device.type == "cpu" and config.dtype == "bfloat16"
-        half = half and why_not_bfloat16(gpt.config.n_embd) is None
-        dtype = torch.bfloat16 if half or device.type == "cuda" else None
-        mesh = init_device_mesh(device.type, (processes,)) if processes > 1 else None
-        return Muon(muon_groups(model, config), dtype, mesh, **how)
+        if device.type == "cuda" or (half and not why_not_bfloat16(model.config.n_embd)):
+            muon.dtype = torch.bfloat16
+        if processes > 1:
+            muon.mesh = init_device_mesh(device.type, (processes,))
+        return muon
     params = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in params if p.dim() >= 2], "weight_decay": config.weight_decay},
@@ -123,8 +123,7 @@ ADAMW = {"weight_decay": 1e-3, "eps": 1e-10}
 
 
 def muon_groups(model: Any, config: Config) -> list[Group]:
-    """The blocks' matrices by shape, then the rest. "rows": of matrices joined in a parameter;
-    "factor": highest rate over learning_rate."""
+    """The blocks' matrices by shape, then the rest. "rows": of matrices joined in a parameter."""
     c, rates = model.config, (*config.muon_rates, *[config.learning_rate] * 3)
     q, kv = c.n_head * c.head_dim, c.kv_heads * c.head_dim
     joined: dict[str, tuple[int, ...]] = {"attn.c_attn.weight": (q, kv, kv)}
@@ -145,15 +144,18 @@ def muon_groups(model: Any, config: Config) -> list[Group]:
     return list(groups.values())
 
 
-def about(optimizer: torch.optim.Optimizer) -> list[str]:
-    if not isinstance(optimizer, Muon):
-        return []
-    flops = f"{optimizer.flops / 1e9:,.4g} GFLOP a step, which MFU does not count"
-    return [f"optimizer: Muon for the blocks' matrices ({flops}), AdamW for the rest"]
-
-
 def muon_only(optimizer: torch.optim.Optimizer) -> list[Group]:
     return [group for group in optimizer.param_groups if "rows" in group]
+
+
+def about(optimizer: torch.optim.Optimizer) -> list[str]:
+    flops = 0
+    for group in muon_only(optimizer):
+        n, C = len(group["params"]), group["params"][0].shape[1]
+        for r, c in (sorted((rows, C)) for rows in group["rows"]):
+            flops += n * ITERATIONS * (4 * r * r * c + 2 * r**3)
+    cost = f"{flops / 1e9:,.4g} GFLOP a step, which MFU does not count"
+    return [f"optimizer: Muon for the blocks' matrices ({cost}), AdamW for the rest"] * bool(flops)
 
 
 class Muon(torch.optim.AdamW):
@@ -161,28 +163,18 @@ class Muon(torch.optim.AdamW):
 
     Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) moves a matrix by its momentum with
     all singular values set to 1; each process orthogonalizes some matrices.
-
-    Args:
-        dtype: of Newton-Schulz; None: of the weights.
-        mesh: processes with a copy of the weights each; None: one, or FSDP.
     """
 
-    def __init__(self, groups: list[Group], dtype: torch.dtype | None, mesh: DeviceMesh | None,
-                 **adamw: Any) -> None:  # fmt: skip
-        super().__init__(groups, **adamw)
-        self.dtype, self.mesh = dtype, mesh
+    dtype: torch.dtype | None = None  # of Newton-Schulz; None: of the weights
+    mesh: DeviceMesh | None = None  # processes with a copy of the weights; None: one, or FSDP
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        with torch.enable_grad():
-            loss = None if closure is None else closure()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         # As in fused AdamW: divisor of gradients, flag to change nothing.
         divisor, found_inf = (getattr(self, name, None) for name in ("grad_scale", "found_inf"))
-        shares, returns, moved = [], [], []
-        for group in muon_only(self):
-            params = [p for p in group["params"] if p.grad is not None]
-            if not params:
-                continue
+        shares, returns, groups = [], [], muon_only(self)
+        for group in groups:
+            params = group["params"]
             for p in params:
                 self.state[p] = self.state[p] or empty_state(self, p)
             momenta = [local(self.state[p]["momentum_buffer"]) for p in params]
@@ -196,32 +188,19 @@ class Muon(torch.optim.AdamW):
             share, give_back = deal(nesterov, params[0], self.mesh)
             shares += share.split(group["rows"], dim=1)
             returns.append(give_back)
-            moved.append((group, params))
         factors = iter(orthogonal(shares))
-        for (group, params), give_back in zip(moved, returns):
-            parts = [next(factors) for _ in group["rows"]]
-            parts = [x * max(1, x.shape[1] / x.shape[2]) ** 0.5 for x in parts]
+        for group, give_back in zip(groups, returns):
+            parts = [x * max(1, x.shape[1] / x.shape[2]) ** 0.5
+                     for _, x in zip(group["rows"], factors)]  # fmt: skip
             rate = group["lr"] if found_inf is None else group["lr"] * (found_inf == 0)
-            weights = [local(p) for p in params]
+            weights = [local(p) for p in group["params"]]
             torch._foreach_mul_(weights, 1 - rate * group["weight_decay"])
             update = give_back(torch.cat(parts, dim=1)).to(weights[0].dtype) * rate
             torch._foreach_sub_(weights, update.unbind())
-        groups = self.param_groups
-        self.param_groups = [group for group in groups if "rows" not in group]
-        try:
-            super().step()
-        finally:
-            self.param_groups = groups
-        return loss
-
-    @property
-    def flops(self) -> int:
-        total = 0
-        for group in muon_only(self):
-            n, C = len(group["params"]), group["params"][0].shape[1]
-            for r, c in (sorted((rows, C)) for rows in group["rows"]):
-                total += n * ITERATIONS * (4 * r * r * c + 2 * r**3)
-        return total
+        every = self.param_groups
+        self.param_groups = [group for group in every if "rows" not in group]
+        super().step()
+        self.param_groups = every
 
 
 def orthogonal(matrices: list[Tensor]) -> list[Tensor]:
@@ -248,9 +227,9 @@ def orthogonal(matrices: list[Tensor]) -> list[Tensor]:
 @record_function(profile.UPDATE)
 def update(optimizer: torch.optim.AdamW, scaler: torch.amp.GradScaler, loss: Tensor, clip: float,
            found_inf: Tensor) -> None:  # fmt: skip
-    """Clip gradients to the global norm `clip` (0: off), and step. If the loss or a gradient is not
-    finite, no weight changes and found_inf, float32 (), is set to 1; in float16 a gradient only
-    lowers the loss scale. Nothing waits for the device."""
+    """Clip gradients to the global norm `clip` (0: off), and step. Where the loss or a gradient is
+    not finite, no weight changes and found_inf, float32 (), becomes 1; in float16 a gradient only
+    lowers the loss scale."""
     params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     if scaler.is_enabled():
         scaler.unscale_(optimizer)

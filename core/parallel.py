@@ -1,5 +1,5 @@
-"""A model over several processes: copies (DDP) or shards along the first dimension (FSDP2, as
-ZeRO-3, Rajbhandari et al. 2020, arXiv 1910.02054); docs/SCALE.md."""
+"""A model in copies (DDP) or shards along the first dimension (FSDP2, as ZeRO-3, Rajbhandari et al.
+2020, arXiv 1910.02054); docs/SCALE.md."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from attention import Ring
 from core.distributed import DistInfo, Stop, Stopped
 from core.loss import IGNORE
-from core.runtime import CUDA_GRAPHS, NO_GRAPHS, Setup
+from core.runtime import Setup
 from core.settings import UserError
 
 if TYPE_CHECKING:
@@ -40,14 +40,12 @@ def shard(model: nn.Module, distributed: DistInfo, setup: Setup, size: int | Non
     n = distributed.world_size
     size = size or n
     if distributed.control is None:
-        raise UserError("--parallel=fsdp needs several processes (torchrun --nproc_per_node=2 ...)")
+        raise UserError("--parallel=fsdp needs several processes (torchrun)")
     if n % size:
         raise UserError(f"--shard_size={size} does not divide the {n} processes")
     if setup.dtype == torch.float16:
         raise UserError("--parallel=fsdp has no loss scaling: use --dtype=bfloat16 or float32")
-    if setup.compile and setup.compile_mode in CUDA_GRAPHS:
-        why = "CUDA graphs cannot hold FSDP's gathered parameters"
-        raise UserError(f"{why}: --compile_mode={setup.compile_mode}; {NO_GRAPHS}")
+    setup.refuse_graphs("cannot hold FSDP's gathered parameters")
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -70,22 +68,20 @@ def shard(model: nn.Module, distributed: DistInfo, setup: Setup, size: int | Non
 
 
 def ring(distributed: DistInfo, T: int) -> Ring | None:
-    if distributed.context_parallel > T:
-        n = distributed.context_parallel
+    if (n := distributed.context_parallel) > T:
         raise UserError(f"--context_parallel={n} processes cannot share --block_size={T} tokens")
     return None if distributed.ring is None else Ring(distributed.ring)
 
 
 def shard_batch(ring: Ring | None, *batch: Tensor) -> tuple[Tensor, ...]:
     """Cut (B, T) tokens, targets and segments along T."""
-    # Padding is a segment of its own.
-    fillings = 0, IGNORE, batch[0].shape[1]
+    fillings = 0, IGNORE, batch[0].shape[1]  # padding is a segment of its own
     return batch if ring is None else (*map(ring.shard, batch, fillings),)
 
 
 def mean_loss(module: nn.Module, batches: Iterable[tuple[Tensor, ...]], autocast: torch.autocast,
               ring: Ring | None, distributed: DistInfo, stop: Stop | None) -> float:  # fmt: skip
-    """Mean loss over all processes; NaN without targets. batches: x, y, perhaps segments (B, T)."""
+    """Mean over all processes; NaN without targets. batches: x, y, perhaps segments (B, T)."""
     total = torch.zeros((), device=distributed.device)
     targets = torch.zeros((), dtype=torch.int64, device=distributed.device)
     for batch in batches:
@@ -102,8 +98,8 @@ def mean_loss(module: nn.Module, batches: Iterable[tuple[Tensor, ...]], autocast
 
 
 def loss_weights(module: nn.Module, targets: Tensor) -> Tensor:
-    """Weights (n,) float32 of micro-batches by their targets (n,) int64, times the processes, over
-    which gradients are averaged; NaN without targets."""
+    """Weights (n,) float32 of micro-batches by their targets (n,) int64, times the processes that
+    average gradients; NaN without targets."""
     total = targets.sum()
     processes = 1
     if isinstance(module, DistributedDataParallel) or is_sharded(module):
@@ -123,12 +119,6 @@ def average_gradients(module: Any, on: bool) -> None:
         module.set_requires_gradient_sync(on)
 
 
-def reshard(module: Any) -> None:
-    """Free what FSDP gathered in a forward pass alone."""
-    if is_sharded(module):
-        module.reshard()
-
-
 # --- a tensor that may be sharded (DTensor) ---
 
 
@@ -142,7 +132,7 @@ def local(t: Tensor) -> Tensor:
 
 
 def local_part(t: Any) -> tuple[list[int], list[int], bool]:
-    """Shape and offset of this process's part; False if an earlier process has the same."""
+    """Shape and offset of this process's part; False: an earlier one has the same."""
     if not hasattr(t, "placements"):
         return [*t.shape], [0] * t.ndim, True
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as find
@@ -159,13 +149,10 @@ def fill(target: Any, source: Tensor) -> None:
 
 def deal(rows: Tensor, like: Tensor, mesh: DeviceMesh | None
          ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:  # fmt: skip
-    """Divide n whole matrices among the processes. Collective, as is the returned function.
+    """Divide n matrices (R, C) among the processes: (m, R, C) for this one, and a function from its
+    results to (n, r, C). Both are collective.
 
-    Args:
-        rows: (n, r, C), this process's rows: all, or FSDP's shard.
-        like: a parameter (R, C), sharded as `rows`.
-        mesh: processes with all rows (DDP); None: one, or FSDP.
-    Returns (m, R, C), this process's share, and a function from its results to (n, r, C).
+    rows: (n, r, C), all or FSDP's shard, as `like` has; mesh: processes with all rows (DDP).
     """
     mesh = getattr(like, "device_mesh", mesh)
     if mesh is None:
@@ -175,10 +162,10 @@ def deal(rows: Tensor, like: Tensor, mesh: DeviceMesh | None
     copy: list[Placement] = [Replicate()] * mesh.ndim
     by_row = [Shard(1) if p.is_shard() else p for p in getattr(like, "placements", copy)]
     by_matrix: list[Placement] = [Shard(0)] * mesh.ndim
-    (n, _, _), (R, C) = rows.shape, like.shape
+    R, C = like.shape
+    shape: Any = {"shape": torch.Size((len(rows), R, C)), "stride": (R * C, C, 1)}
 
     def move(t: Tensor, before: list[Placement], after: list[Placement]) -> Tensor:
-        shape: Any = {"shape": torch.Size((n, R, C)), "stride": (R * C, C, 1)}
         whole = DTensor.from_local(t.contiguous(), mesh, before, run_check=False, **shape)
         if mesh.device_type == "cpu":  # gloo has no all-to-all: DTensor would warn
             whole = whole.redistribute(placements=copy)

@@ -1,14 +1,5 @@
-"""Time of a training step by classes of kernels, from PyTorch's profiler:
-on CUDA of kernels, which may overlap, on CPUs of operators and Inductor's kernels.
-
-    products        matrix products, of the head too
-    attention       attention kernels; manual's batched products and softmax
-    elementwise     all other operators and fused kernels
-    loss            cross entropy, without the products
-    optimizer       clipping, update, adding gradients over micro-batches
-    communication   NCCL, Gloo, FSDP's copies
-    other           kernels with unknown names; copies from the host
-"""
+"""Time of a training step by classes of kernels, from PyTorch's profiler; on CPUs of operators and
+Inductor's kernels. Other operators are "elementwise", unknown kernels "other"."""
 
 from __future__ import annotations
 
@@ -38,7 +29,9 @@ USER_SCOPE = 7  # at::RecordScope of record_function
 
 PATTERNS = {  # the first match
     "communication": r"nccl|gloo:|c10d|FSDP::|all_?reduce|all_?gather|reduce_?scatter",
+    # Clipping, update, adding gradients over micro-batches.
     "optimizer": rf"{UPDATE}|Optimizer\.|AccumulateGrad|multi_tensor_apply|_foreach_|_fused_adam",
+    # And manual's batched products and softmax.
     "attention": r"flash|fmha|sdpa|attention|attn_|flex|^forward_kernel|dq_kernel|dkdv"
                  r"|cudnn::fusion|aten::(badd)?bmm|(?-i:(?<!log)_softmax(?!_online))",
     "products": r"aten::(add)?mm_?$|nanoattn::linear|mkl|gemm|gemv|nvjet|cutlass|xmma|cublas"
@@ -110,7 +103,7 @@ def prepare(device: torch.device) -> None:
     import torch._inductor.config as inductor
 
     if device.type not in ("cpu", "cuda"):
-        raise UserError(f"the profiler supports cpu and cuda, not {device.type}")
+        raise UserError(f"profiles need cpu or cuda, got {device.type}")
     inductor.cpp.enable_kernel_profile = True
 
 
@@ -136,10 +129,10 @@ def profiled(device: torch.device, steps: int = 1,
 
 
 def add_events(found: StepProfile, events: list[FunctionEvent], steps: int) -> None:
-    samples: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))  # us
+    samples: dict[tuple[str, str], list[float]] = defaultdict(list)  # (class, name) -> us
 
     def add(name: str, around: Iterable[str], microseconds: float) -> None:
-        samples[class_of(name, around)][name].append(microseconds)
+        samples[class_of(name, around), name].append(microseconds)
 
     on_host = [e for e in events if e.device_type == DeviceType.CPU]
     if found.of == "operators":
@@ -148,7 +141,7 @@ def add_events(found: StepProfile, events: list[FunctionEvent], steps: int) -> N
                 add(e.name, (), e.time_range.elapsed_us())
             elif FUSED.search(e.name) or OPERATOR.search(e.name):
                 add(e.name, parents(e), e.self_cpu_time_total)
-        busy = sum(sum(us) for names in samples.values() for us in names.values())
+        busy = sum(map(sum, samples.values()))
     else:
         # A range appears on the device too.
         ranges = {e.name for e in on_host if e.scope == USER_SCOPE}
@@ -166,10 +159,8 @@ def add_events(found: StepProfile, events: list[FunctionEvent], steps: int) -> N
             busy += max(0.0, end - max(start, reached))
             reached = max(reached, end)
     found.busy_ms = busy / 1e3 / steps
-    for kind, names in samples.items():
-        found.kernels[kind] = {
-            name: (sum(us) / 1e3 / steps, len(us) // steps) for name, us in names.items()
-        }
+    for (kind, name), us in samples.items():
+        found.kernels.setdefault(kind, {})[name] = sum(us) / 1e3 / steps, len(us) // steps
 
 
 def parents(event: FunctionEvent) -> Iterator[str]:

@@ -8,10 +8,10 @@ import logging
 import os
 import platform
 import re
+import resource
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -24,19 +24,17 @@ import torch.nn as nn
 from torch import Tensor
 
 from attention import BackendUnavailable, DeviceLost
-from attention.machine.system import bfloat16_units, cpu_name, devices, synchronize
+from attention.machine.system import bfloat16_units, cpu_name, devices
 from core.cpu import matmul as cpu_matmul
 from core.settings import UserError
 from core.terminal import SIGNALS, escaped
 
 M = TypeVar("M", bound=nn.Module)
 OUT_OF_MEMORY = re.compile("DefaultCPUAllocator: |out of memory")
-CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
-NO_GRAPHS = "use max-autotune-no-cudagraphs"
 
 
 def pick_device(wanted: str) -> torch.device:
-    """The device; "auto" is CUDA, else MPS, else the CPU. Raises UserError."""
+    """ "auto": CUDA, else MPS, else the CPU. Raises UserError."""
     usable = torch.cuda.is_available()  # False: the driver is too old
     available = [name for name in devices() if usable or "cuda" not in name]
     if wanted == "auto":
@@ -50,44 +48,49 @@ def pick_device(wanted: str) -> torch.device:
 
 
 def pick_dtype(wanted: str, device: torch.device, n_embd: int | None = None) -> torch.dtype:
-    """Dtype of matrix products; "auto": bfloat16 if the hardware has it. On a CPU only in training
-    (n_embd): generated text would depend on the cache."""
+    """Dtype of matrix products; "auto": half if the hardware has it, on a CPU only in training
+    (n_embd): text would depend on the cache."""
     if wanted != "auto":
         return getattr(torch, wanted)
     if device.type == "cuda":
         ampere = torch.cuda.get_device_capability(device) >= (8, 0)
         return torch.bfloat16 if ampere else torch.float16
-    if device.type == "cpu" and n_embd is not None:
-        return torch.float32 if cpu_matmul.why_not_bfloat16(n_embd) else torch.bfloat16
-    return torch.float32
+    half = device.type == "cpu" and n_embd and not cpu_matmul.why_not_bfloat16(n_embd)
+    return torch.bfloat16 if half else torch.float32
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-@dataclass(frozen=True)
-class Decision:
-    on: bool
-    reason: str = ""
+def decide_residual(wanted: str, device: str, dtype: str) -> str:
+    half = device == "cuda" and dtype == "bfloat16"
+    return wanted if wanted != "auto" else "autocast" if half else "float32"
 
-    def __bool__(self) -> bool:
-        return self.on
 
-    def __str__(self) -> str:
-        return ("on" if self.on else "off") + (f" ({self.reason})" if self.reason else "")
+def why_not_compile(wanted: bool | None, device: torch.device) -> str:
+    """Why not to compile, or ""; None: on CUDA."""
+    if wanted is False:
+        return "--compile=False"
+    if device.type == "cuda" and find_spec("triton") is None:
+        return "package 'triton' is not installed"
+    if device.type == "cpu" and not any(map(shutil.which, ("c++", "g++", "clang++", "cl"))):
+        return "no C++ compiler found"
+    if wanted is None and device.type != "cuda":
+        return "--compile=True pays on long runs"
+    return ""
 
 
 @dataclass(frozen=True)
 class Setup:
     device: torch.device
     dtype: torch.dtype  # weights stay in float32
-    compile: Decision
-    compile_mode: str
-    onednn: Decision
+    compile: bool
+    compile_mode: str = "default"
+    onednn: bool = False  # float32 products
     residual: str = "float32"  # dtype between the blocks, or "autocast"
-    why_dtype: str = ""
     few_rows: bool = True  # in decoding, by oneDNN
+    lines: tuple[str, ...] = ()  # the decisions
 
     @classmethod
     def of(cls, device: torch.device, dtype: str = "auto", *, residual_dtype: str = "auto",
@@ -95,7 +98,7 @@ class Setup:
            onednn: bool | None = None, deterministic: bool = False,
            n_embd: int | None = None) -> Setup:  # fmt: skip
         """Decide, and set PyTorch's global switches."""
-        # Not by fp32_precision: Inductor fails where it reads the older settings.
+        # Not by fp32_precision: Inductor reads the older settings.
         torch.set_float32_matmul_precision("highest")  # PyTorch refuses a mix with allow_tf32
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
         if deterministic:
@@ -103,24 +106,23 @@ class Setup:
             torch.use_deterministic_algorithms(True)
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         chosen = pick_dtype(dtype, device, n_embd)
-        why_onednn = cpu_matmul.why_not(onednn, device, chosen)
-        why = ""
-        if dtype == "auto" and device.type == "cpu" and n_embd is not None:
-            why = cpu_matmul.why_not_bfloat16(n_embd) or f"this processor has {bfloat16_units()}"
-        return cls(
-            device=device,
-            dtype=chosen,
-            compile=decide_compile(compile, device),
-            compile_mode=compile_mode,
-            onednn=Decision(not why_onednn, why_onednn),
-            residual=decide_residual(residual_dtype, device.type, dtype_name(chosen)),
-            why_dtype=why,
-            few_rows=onednn is not False,
-        )
+        no_onednn = cpu_matmul.why_not(onednn, device, chosen)
+        no_compile = why_not_compile(compile, device)
+        lines = []
+        if device.type == "cpu":
+            if dtype == "auto" and n_embd is not None:
+                units = f"this processor has {bfloat16_units()}"
+                why = cpu_matmul.why_not_bfloat16(n_embd) or units
+                lines.append(f"dtype: {dtype_name(chosen)} ({why})")
+            lines.append(f"oneDNN for float32 products: {_switch(no_onednn)}")
+        mode = "" if no_compile else f" (mode {compile_mode})"
+        lines.append(f"compile: {_switch(no_compile)}{mode}")
+        residual = decide_residual(residual_dtype, device.type, dtype_name(chosen))
+        return cls(device, chosen, not no_compile, compile_mode, not no_onednn, residual,
+                   few_rows=onednn is not False, lines=tuple(lines))  # fmt: skip
 
     @property
     def autocast(self) -> torch.autocast:
-        """Reusable context of a forward pass."""
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
     def scaler(self) -> torch.amp.GradScaler:
@@ -142,49 +144,31 @@ class Setup:
         return model
 
     def compiled(self, model: nn.Module, micro_steps: int = 1) -> nn.Module:
-        """Compile, if decided. UserError: CUDA graphs would overwrite gradients of several
-        micro-batches (PyTorch issue 169545)."""
+        """Compile, if decided. Raises UserError."""
         if not self.compile:
             return model
-        if self.device.type == "cuda" and self.compile_mode in CUDA_GRAPHS and micro_steps > 1:
-            why = f"CUDA graphs cannot add up {micro_steps} micro-batches"
-            raise UserError(f"{why}: --compile_mode={self.compile_mode}; {NO_GRAPHS}")
+        if self.device.type == "cuda" and micro_steps > 1:  # PyTorch issue 169545
+            self.refuse_graphs(f"cannot add up {micro_steps} micro-batches")
         return cast(nn.Module, torch.compile(model, mode=self.compile_mode))
+
+    def refuse_graphs(self, why: str) -> None:
+        if self.compile and self.compile_mode in ("reduce-overhead", "max-autotune"):
+            got = f"CUDA graphs {why}: --compile_mode={self.compile_mode}"
+            raise UserError(f"{got}; use max-autotune-no-cudagraphs")
 
     def report(self, processes: int) -> list[str]:
         count = f"{processes} process" + ("es" if processes > 1 else "")
-        dtype = dtype_name(self.dtype)
-        lines = [f"device: {self.device} ({describe(self.device)}), {dtype}, {count}"]
-        if self.why_dtype:
-            lines.append(f"dtype: {dtype} ({self.why_dtype})")
-        if self.device.type == "cpu":
-            lines.append(f"oneDNN for float32 products: {self.onednn}")
-        mode = f" (mode {self.compile_mode})" if self.compile else ""
-        return [*lines, f"compile: {self.compile}{mode}"]
+        what = f"{describe(self.device)}), {dtype_name(self.dtype)}, {count}"
+        return [f"device: {self.device} ({what}", *self.lines]
 
 
-def decide_compile(wanted: bool | None, device: torch.device) -> Decision:
-    """None: on CUDA."""
-    if wanted is False:
-        return Decision(False, "--compile=False")
-    if device.type == "cuda" and find_spec("triton") is None:
-        return Decision(False, "package 'triton' is not installed (pip install triton)")
-    if device.type == "cpu" and not any(map(shutil.which, ("c++", "g++", "clang++", "cl"))):
-        return Decision(False, "no C++ compiler found")
-    if wanted is None and device.type != "cuda":
-        return Decision(False, f"--compile=True pays on long runs on the {device.type}")
-    return Decision(True)
-
-
-def decide_residual(wanted: str, device: str, dtype: str) -> str:
-    if wanted == "auto":
-        return "autocast" if device == "cuda" and dtype == "bfloat16" else "float32"
-    return wanted
+def _switch(why_not: str) -> str:
+    return f"off ({why_not})" if why_not else "on"
 
 
 class StopSignal:
-    """Notes SIGTERM, Ctrl-C, SIGHUP, torchrun's death; a second one ends at once, except where
-    torchrun repeats a scheduler's, or a closing terminal SIGHUP."""
+    """Notes SIGTERM, Ctrl-C, SIGHUP, torchrun's death; a second one ends at once, but a repeated
+    SIGHUP or torchrun's."""
 
     def __init__(self, says: str = "stopping; saving the last step") -> None:
         self.signal: int | None = None
@@ -243,8 +227,6 @@ def peak_memory(device: torch.device) -> int:
     """Bytes, of the GPU or this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    import resource
-
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
@@ -270,12 +252,6 @@ def to_device(t: Tensor, device: torch.device) -> Tensor:
     """Copy, asynchronously on CUDA."""
     cuda = device.type == "cuda"
     return (t.pin_memory() if cuda and t.device.type == "cpu" else t).to(device, non_blocking=cuda)
-
-
-def now(device: torch.device) -> float:
-    """Seconds, after the device has finished."""
-    synchronize(device)
-    return time.perf_counter()
 
 
 def describe(device: torch.device) -> str:

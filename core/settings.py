@@ -1,6 +1,6 @@
-"""Settings: defaults, config files, command line -> one checked, frozen dataclass.
+"""Defaults, config files, command line -> one checked, frozen dataclass.
 
-n_layer: PositiveInt = 12  # transformer blocks: the comment is the --help
+n_layer: PositiveInt = 12  # blocks: the comment is the --help
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import difflib
 import errno
 import functools
 import inspect
-import itertools
 import operator
 import os
 import re
+import signal
 import sys
 import textwrap
 import time
@@ -28,23 +28,19 @@ from typing import Annotated, Any, Generic, NoReturn, TypeVar
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from core import terminal
-from core.threads import wait_passively
 
 T = TypeVar("T")
 Values = dict[str, Any]  # field -> value
 Texts = Annotated[tuple[str, ...], "whole"]  # --start="Well, well" is not split at its comma
 Size = Annotated[int, Field(gt=0, lt=2**31)]
 LINE = "command line"
-_adapter = functools.cache(lambda hint: TypeAdapter(hint, config=ConfigDict(allow_inf_nan=False)))
 SWITCH_WORDS = {*["true", "false", "1", "0", "on", "off", "yes", "no", "t", "f", "y", "n", "none"]}
+ALONE_S = 5.0  # torchrun would end this rank sooner, had rank 0 failed too
+_adapter = functools.cache(lambda hint: TypeAdapter(hint, config=ConfigDict(allow_inf_nan=False)))
 
 
 class UserError(ValueError):
     """A mistake of the user."""
-
-
-class LaunchError(UserError):
-    """A mistake that rank 0 may not see: every process prints it."""
 
 
 @contextmanager
@@ -68,16 +64,14 @@ class Loaded(Generic[T]):
     notes: tuple[str, ...] = ()  # on ignored names
 
     def report(self) -> list[str]:
-        rows = [
-            (field.name, repr(value), self.origins.get(field.name, "derived"))
-            for field in dataclasses.fields(self.settings)  # type: ignore[arg-type]
-            if (value := getattr(self.settings, field.name)) != field.default
-        ]
-        if not rows:
-            return ["settings: all at their defaults", *self.notes]
-        wide = max(len(name) for name, _, _ in rows)
-        lines = [f"  {name:<{wide}} = {value:<10}  ({origin})" for name, value, origin in rows]
-        return ["settings that are not the default:", *lines, *self.notes]
+        fields = dataclasses.fields(self.settings)  # type: ignore[arg-type]
+        values = {f.name: getattr(self.settings, f.name) for f in fields}
+        rows = {f.name: repr(values[f.name]) for f in fields if values[f.name] != f.default}
+        wide = max(map(len, rows), default=0)
+        lines = [f"  {name:<{wide}} = {value:<10}  ({self.origins.get(name, 'derived')})"
+                 for name, value in rows.items()]  # fmt: skip
+        title = "settings that are not the default:" if rows else "settings: all at their defaults"
+        return [title, *lines, *self.notes]
 
 
 def read(cls: type[T], argv: Sequence[str], **options: Any) -> Loaded[T]:
@@ -88,58 +82,56 @@ def read(cls: type[T], argv: Sequence[str], **options: Any) -> Loaded[T]:
 
 
 def read_early(cls: type, argv: Sequence[str], **options: Any) -> None:
-    """Handle --help, mistakes and Ctrl-C before slow imports."""
+    """Handle --help, mistakes and Ctrl-C, before slow imports."""
     terminal.end_at_once()
     terminal.prepare("stderr")
     try:
         gather(cls, argv, **options)
     except UserError as error:
-        _fail(error)
-    wait_passively()
+        _fail(str(error))
+    terminal.wait_passively()
 
 
 def gather(cls: type, argv: Sequence[str], *, aliases: Mapping[str, str] = {},
            ignored: Mapping[str, str] = {}, positional: str | None = None,
            shown: Collection[str] | None = None
            ) -> tuple[Values, dict[str, str], tuple[str, ...]]:  # fmt: skip
-    """Given values, origins, notes. aliases: other name -> field; ignored: other setting -> why;
-    positional: field of bare words, or None for config files."""
+    """Given values, origins, notes. aliases: name -> field; ignored: name -> why; positional: field
+    of bare words, or None for config files."""
     hints = _hints(cls)
     fields = {name: name for name in hints} | dict(aliases)
-    switches = {name for name, field in fields.items() if hints[field] in (bool, bool | None)}
-    options = _split(argv, switches, positional or "config")
-    help_wanted = {"-h", "--help"} & {*argv}
     known = {field.name: field.default for field in dataclasses.fields(cls)}
-    in_files = (line for name, path in options if name == "config"
-                for line in parse_config(path, known))  # fmt: skip
-    on_line = ((LINE, name, text, False) for name, text in options
-               if name != "config" and not help_wanted)  # fmt: skip
     values: Values = {}
     origins: dict[str, str] = {}
     notes: dict[str, str] = {}
-    for origin, name, given, used in itertools.chain(in_files, on_line):
+    switches = {name for name, field in fields.items() if hints[field] in (bool, bool | None)}
+    options = _split(argv, switches, positional or "config")
+    files = [path for name, path in options if name == "config"]
+    used: set[str] = set()
+    rows = [row for path in files for row in parse_config(path, known, used)]
+    help_wanted = {"-h", "--help"} & {*argv}
+    if not help_wanted:
+        rows += [(LINE, name, text) for name, text in options if name != "config"]
+    for origin, name, given in rows:
+        before = "--" if origin == LINE else ""
+        where = before + name if before else f"{origin}: {name}"
         if name not in fields:
-            why = ignored.get(name)
-            if why is None and origin == LINE:
-                raise UserError(f"unknown option --{name}{did_you_mean(name, fields, '--')}")
-            if why is None and used:
-                continue
-            if why is None and difflib.get_close_matches(name, [*fields, *ignored], 1, 0.8):
-                raise UserError(f"{origin}: unknown setting {name!r}{did_you_mean(name, fields)}")
-            notes[name] = f"{name} is ignored ({origin}): {why or 'no setting uses it'}"
+            if name in ignored:
+                notes[name] = f"{name} is ignored ({origin}): {ignored[name]}"
+            elif origin == LINE or name not in used:
+                raise UserError(f"{where}: unknown setting{did_you_mean(name, fields, before)}")
             continue
         field = fields[name]
         hint = hints[field]
-        where = f"--{name}" if origin == LINE else f"{origin}: {name}"
         value = _parse(hint, given, where) if origin == LINE else check(hint, given, where)
         if value == "" and hint in (str, str | None):  # Path("") would be the current folder
-            raise UserError(f"{where}: expected a text, got '' (an unset variable of the shell?)")
+            raise UserError(f"{where}: expected a text, got ''")
         if origin == LINE == origins.get(field):
             if _is_tuple(hint):
                 value = values[field] + value  # a repeated list grows
             elif field == positional:
                 raise UserError(f"expected one {field}, got {values[field]} and {value}")
-        values[field] = known[field] = value
+        values[field] = value
         origins[field] = origin
     if help_wanted:
         _print_help(cls, values, shown)
@@ -148,18 +140,17 @@ def gather(cls: type, argv: Sequence[str], *, aliases: Mapping[str, str] = {},
 
 def from_dict(cls: type[T], mapping: Mapping[str, object], origin: str = "settings.json") -> T:
     if not isinstance(mapping, Mapping):
-        raise UserError(f"{origin}: expected an object of settings, got {str(mapping)[:60]}")
+        raise UserError(f"{origin}: expected an object, got {str(mapping)[:60]}")
     hints = _hints(cls)
     if unknown := ", ".join(repr(name) for name in mapping if name not in hints):
-        raise UserError(f"{origin}: unknown settings {unknown} (written by another version?)")
-    values = {k: check(hints[k], value, f"{origin}: {k}") for k, value in mapping.items()}
+        raise UserError(f"{origin}: unknown settings {unknown} (of another version?)")
     with user_errors(f"{origin}: "):
-        return cls(**values)
+        return cls(**{name: check(hints[name], value, name) for name, value in mapping.items()})
 
 
 def exit_on_user_error(main: Callable[[], int | None], lasting: bool = False) -> NoReturn:
-    """Exit with main's code, 2 (UserError), or 130, 143, 129 (signals). lasting: a closed or full
-    stdout does not end main."""
+    """Exit with main's code, 2 (UserError), or 130, 143, 129 (signals). lasting: main outlives its
+    stdout."""
     terminal.prepare("stderr", *["stdout"] * lasting)
     try:
         terminal.raise_on_signals()
@@ -167,15 +158,15 @@ def exit_on_user_error(main: Callable[[], int | None], lasting: bool = False) ->
         sys.stdout.flush()
         sys.exit(code)
     except UserError as error:
-        _fail(error)
+        _fail(str(error))
     except OSError as error:  # a file; a closed pipe (... | head); a full disk
         if error.filename is not None:
-            _fail(LaunchError(f"cannot use {str(error.filename)!r:.99} ({error.strerror})"))
+            _fail(f"cannot use {str(error.filename)!r:.99} ({error.strerror})")
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         if not full and (lasting or error.errno != errno.EPIPE):
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes stdout once more
-        sys.exit(_fail(UserError(f"cannot write ({error})")) if full else 1)
+        sys.exit(_fail(f"cannot write ({error})") if full else 1)
     except KeyboardInterrupt as error:
         code = error.args[0] if error.args else 130
         if os.environ.get("RANK", "0") == "0":
@@ -183,9 +174,15 @@ def exit_on_user_error(main: Callable[[], int | None], lasting: bool = False) ->
         sys.exit(code)
 
 
-def _fail(error: UserError) -> NoReturn:
-    if os.environ.get("RANK", "0") == "0" or isinstance(error, LaunchError):
-        print(f"error: {terminal.escaped(str(error))}", file=sys.stderr)
+def _fail(text: str) -> NoReturn:
+    """Print an error once: torchrun ends the others after the first."""
+    where = ""
+    if (rank := os.environ.get("RANK", "0")) != "0":
+        for number in terminal.SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+        time.sleep(ALONE_S + 0.2 * int(os.environ.get("LOCAL_RANK", 0)))
+        where = f" (rank {rank})"
+    print(f"error{where}: {terminal.escaped(text)}", file=sys.stderr)
     sys.exit(2)
 
 
@@ -212,9 +209,7 @@ def check(hint: object, value: object, name: str, strict: bool = True) -> Any:
 def check_fields(settings: object) -> None:
     """Check in __post_init__; lists become tuples."""
     for name, hint in _hints(type(settings)).items():
-        value = check(hint, getattr(settings, name), name)
-        if isinstance(value, tuple):
-            object.__setattr__(settings, name, value)
+        object.__setattr__(settings, name, check(hint, getattr(settings, name), name))
 
 
 def _hints(cls: type) -> dict[str, object]:
@@ -236,17 +231,15 @@ def _may_be_none(hint: object) -> bool:
 def _split(argv: Sequence[str], switches: Collection[str], bare: str) -> list[tuple[str, str]]:
     """(name, text) of options; bare: the name of a word without one."""
     options: list[tuple[str, str]] = []
-    rest = list(argv)
+    rest = [word for word in argv if word not in ("-h", "--help")]
     while rest:
         word = rest.pop(0)
         name, equals, text = word.lstrip("-").partition("=")
         name = name.replace("-", "_")
         if not word.startswith("-"):
             name, text = bare, word
-        elif name in ("h", "help"):
-            continue
-        elif not equals and name in switches:
-            text = rest.pop(0) if rest and rest[0].lower() in SWITCH_WORDS else "True"
+        elif not equals and name in switches and (rest[:1] or [""])[0].lower() not in SWITCH_WORDS:
+            text = "True"
         elif not equals:
             if not rest:
                 raise UserError(f"--{name}: expected a value, write --{name}=...")
@@ -268,10 +261,9 @@ def _parse(hint: object, text: str, name: str) -> Any:
 
 
 def _print_help(cls: type, values: Values, shown: Collection[str] | None) -> NoReturn:
-    spec = sys.modules["__main__"].__spec__  # of python -m
-    name = Path(sys.argv[0]).name if spec is None else f"-m {spec.name.removesuffix('.__main__')}"
-    about = (cls.__doc__ or "").split("\n\n")[0]
-    lines = [f"usage: python {name} [OPTIONS]\n\n{about}\n"]
+    program = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1]  # with the -m of a module
+    about = (cls.__doc__ or "").partition("\n\n")[0]
+    lines = [f"usage: python {' '.join(program)} [OPTIONS]\n\n{about}\n"]
     source = "".join(map(inspect.getsource, cls.__mro__[:-1]))
     comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", source, re.M))
     for field in dataclasses.fields(cls):
@@ -284,35 +276,32 @@ def _print_help(cls: type, values: Values, shown: Collection[str] | None) -> NoR
         words = f"{comments.get(field.name, '')} ({kind}; default: {default})"
         lines.append(textwrap.fill(words, 98, initial_indent=f"  --{field.name:<23} ",
                                    subsequent_indent=" " * 28))  # fmt: skip
-    try:
-        if os.environ.get("RANK", "0") == "0":
-            print("\n".join(lines), flush=True)
-    except BrokenPipeError:  # --help | head
-        os._exit(1)  # Python would flush once more
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # --help | head
+    if os.environ.get("RANK", "0") == "0":
+        print("\n".join(lines))
     sys.exit(0)
 
 
 def did_you_mean(word: str, choices: Iterable[str], before: str = "") -> str:
     """ "; did you mean ...?" for a mistyped word, or ""."""
     names = sorted(choices)
-    starts = [name for name in names if len(word) > 2 and name.startswith(word)]
-    near = difflib.get_close_matches(word, names, 1, 0.85) or starts
-    near = near or difflib.get_close_matches(word, names, 1, 0.7)
+    near = difflib.get_close_matches(word, names, 1, 0.7)
+    near += [name for name in names if len(word) > 2 and name.startswith(word)]
     return f"; did you mean {before + near[0]!r}?" if near else ""
 
 
 # --- the config file ---
 
-LARGEST = 2**16  # bytes of a file; characters of a text, items of a list, bits of an integer
+LARGEST = 2**16  # characters of a file or text, bits of an integer
 _ARITHMETIC = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
                ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
                ast.Pow: operator.pow}  # fmt: skip
 _CALLS: Values = {f.__name__: f for f in (str, int, float, min, max)} | {"time.time": time.time}
 
 
-def parse_config(path: str, known: Values) -> Iterator[tuple[str, str, Any, bool]]:
-    """Yield ("path:line", name, value, is it used later?) of each assignment, added to `known`;
-    nothing is executed."""
+def parse_config(path: str, known: Values, used: set[str]) -> Iterator[tuple[str, str, Any]]:
+    """Yield ("path:line", name, value) of each assignment, without executing it; add the names that
+    it reads to `used`."""
     try:
         with open(path, encoding="utf-8-sig") as file:
             text = file.read(LARGEST + 1)
@@ -327,31 +316,26 @@ def parse_config(path: str, known: Values) -> Iterator[tuple[str, str, Any, bool
         raise UserError(f"{path}:{error.lineno or 1}: {error.msg}") from None
     except (OSError, ValueError, RecursionError, MemoryError) as error:
         raise UserError(f"config file {path!r} cannot be read ({error})") from None
-    used = {node.id for node in names if isinstance(node.ctx, ast.Load)}
+    used |= {node.id for node in names if isinstance(node.ctx, ast.Load)}
     for node in tree.body:
-        name = ""
-        value: ast.expr | None = None
-        match node:
-            case ast.Import() | ast.Expr(value=ast.Constant(value=str())):
-                continue
-            case (
-                ast.Assign(targets=[ast.Name(id=name)], value=value)
-                | ast.AnnAssign(target=ast.Name(id=name), value=value)
-            ):
-                pass
+        origin = f"{path}:{node.lineno}"
         try:
-            known[name] = _evaluate(value, known)
+            match node:
+                case ast.Import() | ast.Expr(value=ast.Constant(value=str())):
+                    continue
+                case ast.Assign(targets=[ast.Name(name)]) | ast.AnnAssign(target=ast.Name(name)):
+                    known[name] = _evaluate(node.value, known)
+                case _:
+                    raise ValueError
         except (ValueError, TypeError, ArithmeticError, LookupError, RecursionError):
-            line = text.splitlines()[node.lineno - 1]
             what = f"numbers, arithmetic, strings, lists, settings, {', '.join(_CALLS)}"
-            raise UserError(
-                f"{path}:{node.lineno}: expected name = value, with {what}; got {line!r:.60}"
-            ) from None
-        yield f"{path}:{node.lineno}", name, known[name], name in used
+            got = f"{text.splitlines()[node.lineno - 1]!r:.60}"
+            raise UserError(f"{origin}: expected name = value, with {what}; got {got}") from None
+        yield origin, name, known[name]
 
 
 def _evaluate(node: ast.expr | None, names: Mapping[str, object]) -> Any:
-    """The value. ValueError, among others, also if it could exhaust memory."""
+    """Raises, among others, ValueError, also for what could exhaust memory."""
     value: Any
     match node:
         case ast.Constant(value=None | str() | int() | float() as value):
@@ -362,18 +346,15 @@ def _evaluate(node: ast.expr | None, names: Mapping[str, object]) -> Any:
             value = _CALLS[ast.unparse(function)](*[_evaluate(arg, names) for arg in args])
         case ast.List(elts=items) | ast.Tuple(elts=items):
             value = tuple(_evaluate(item, names) for item in items)
-        case ast.JoinedStr(values=items):
-            value = ""
-            for item in items:
-                value += _evaluate(item, names)
-                if len(value) > LARGEST:
-                    raise ValueError
+        case ast.JoinedStr(values=items) if len(items) < 100:
+            value = "".join(str(_evaluate(item, names)) for item in items)
         case ast.FormattedValue(value=inner, conversion=-1, format_spec=None):
-            value = str(_evaluate(inner, names))
+            value = _evaluate(inner, names)
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             value = -_evaluate(operand, names)
         case ast.BinOp(left=left, op=op, right=right):
-            a, b = _evaluate(left, names), _evaluate(right, names)
+            a = _evaluate(left, names)
+            b = _evaluate(right, names)
             texts = isinstance(a, str) and isinstance(b, str) and isinstance(op, ast.Add)
             if not texts and not (isinstance(a, int | float) and isinstance(b, int | float)):
                 raise ValueError
@@ -389,5 +370,5 @@ def _evaluate(node: ast.expr | None, names: Mapping[str, object]) -> Any:
     return value
 
 
-if sys.argv[:1] == ["-m"]:  # `python -m PACKAGE` imports the package, before its __main__.py
+if sys.argv[:1] == ["-m"]:  # imports the package before its __main__.py
     terminal.end_at_once()

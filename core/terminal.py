@@ -1,4 +1,4 @@
-"""Standard streams and signals."""
+"""Standard streams, signals, and idle threads. Imported before torch."""
 
 from __future__ import annotations
 
@@ -7,35 +7,34 @@ import os
 import select
 import signal
 import sys
-import unicodedata
+import time
 from contextlib import suppress
 from typing import Any, NoReturn
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+BUSY = 0.5  # share of cores in other use
+# Control characters but newline and tab, as \x1b.
+ESCAPES = {n: repr(chr(n))[1:-1] for n in (*range(9), *range(11, 32), *range(127, 160))}
+
 
 def escaped(text: str) -> str:
-    r"""Control characters but newline and tab as \x1b, for terminals."""
-    plain = (c in "\n\t" or unicodedata.category(c) != "Cc" for c in text)
-    return "".join(c if p else repr(c)[1:-1] for c, p in zip(text, plain))
+    return text.translate(ESCAPES)
 
 
 class _Lasting(io.FileIO):
-    """Drops what cannot be written, with one warning."""
-
-    warned = False
+    """Becomes /dev/null, with a warning, at an error."""
 
     def write(self, data: Any, /) -> int:
         try:
-            # None: a full pipe that does not block.
-            while (n := super().write(data)) is None:
+            while (n := super().write(data)) is None:  # a full pipe that does not block
                 select.select([], [self], [])
             return n
         except OSError as e:
             name, other = ("stdout", 2) if self.fileno() == 1 else ("stderr", 1)
             text = f"WARNING: cannot write to {name} ({e.strerror}); going on without it\n"
-            if not self.warned:
-                self.warned = True
-                with suppress(OSError):
-                    os.write(other, text.encode())
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+            with suppress(OSError):
+                os.write(other, text.encode())
             return memoryview(data).nbytes
 
 
@@ -49,7 +48,7 @@ class _Output(io.TextIOWrapper):
 
 
 def prepare(*lasting: str) -> None:
-    """Let standard streams take any text, and the `lasting` never fail."""
+    """Let streams take any text, and the `lasting` never fail."""
     while (fd := os.open(os.devnull, os.O_RDWR)) < 3:  # closed: a file would take its number
         pass
     os.close(fd)
@@ -66,9 +65,6 @@ def prepare(*lasting: str) -> None:
         setattr(sys, name, stream)
 
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
 def end_at_once() -> None:
     """Let Ctrl-C interrupt slow imports silently."""
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
@@ -76,15 +72,43 @@ def end_at_once() -> None:
 
 
 def raise_on_signals() -> None:
-    """Let the first of SIGNALS raise KeyboardInterrupt(128 + number). torchrun's SIGTERM and SIGHUP
-    end a process."""
+    """Let the first signal raise KeyboardInterrupt(128 + number); torchrun's end a process."""
 
     def interrupt(number: int, frame: object) -> NoReturn:
         for other in mine:  # a terminal that closes sends SIGHUP twice
             signal.signal(other, signal.SIG_IGN if other == signal.SIGHUP else signal.SIG_DFL)
         raise KeyboardInterrupt(128 + number)
 
-    mine = SIGNALS[: 1 if "RANK" in os.environ else 3]
-    mine = tuple(number for number in mine if signal.getsignal(number) != signal.SIG_IGN)
+    wanted = SIGNALS[: 1 if "RANK" in os.environ else 3]
+    mine = [number for number in wanted if signal.getsignal(number) != signal.SIG_IGN]
     for number in mine:
         signal.signal(number, interrupt)
+
+
+def cores_in_use() -> float:
+    """Share of cores in use in the next 0.1 s; 0: unknown."""
+
+    def times() -> list[int]:
+        ours = {f"cpu{i}" for i in os.sched_getaffinity(0)}
+        with open("/proc/stat", encoding="ascii") as f:
+            cores = [words for words in map(str.split, f) if words[0] in ours]
+        return [sum(map(int, column)) for column in zip(*(words[1:9] for words in cores))]
+
+    try:
+        before = times()
+        time.sleep(0.1)
+        passed = [b - a for a, b in zip(before, times(), strict=True)]
+        return 1 - (passed[3] + passed[4]) / sum(passed)  # idle, waiting for a disk
+    except (OSError, AttributeError, ValueError, LookupError, ZeroDivisionError):  # not Linux
+        return 0.0
+
+
+def wait_passively() -> None:
+    """Let OpenMP's idle threads sleep on a busy machine."""
+    decided = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & {*os.environ}
+    if decided or os.environ.get("OMP_NUM_THREADS") == "1" or (used := cores_in_use()) < BUSY:
+        return
+    os.environ["OMP_WAIT_POLICY"] = "passive"
+    if os.environ.get("RANK", "0") == "0":
+        why = f"other programs use {used:.0%} of the cores"
+        print(f"threads: {why}: OMP_WAIT_POLICY=passive is now set", file=sys.stderr)

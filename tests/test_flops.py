@@ -8,7 +8,6 @@ import math
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -249,11 +248,7 @@ def test_a_rate_of_a_busy_machine_is_measured_again_when_it_is_idle(
     kept: Path, monkeypatch
 ) -> None:
     share, ticks = [0.0], itertools.count()  # of the time in which this thread has a core
-    clock = {
-        "perf_counter": lambda: float(next(ticks)),
-        "thread_time": lambda: share[0] * next(ticks),
-    }
-    monkeypatch.setattr(flops, "time", SimpleNamespace(**clock))
+    monkeypatch.setattr(flops, "clock", lambda: ((n := next(ticks)), n * (1 - share[0])))
     for share[0], rate, busy in ((0.5, 1, True), (0.5, 1, True), (1.0, 2, False), (0.5, 2, False)):
         found = flops.peak("cpu", "float32")
         assert found.tflops == rate and ("other programs" in found.source) == busy

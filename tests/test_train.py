@@ -351,10 +351,9 @@ def test_what_auto_means_is_decided_once(data_dir, tmp_path, wanted, saved):
     ("reduce-overhead", "cuda", 1, False), ("max-autotune-no-cudagraphs", "cuda", 40, False),
     ("reduce-overhead", "cpu", 40, False)])
 def test_cuda_graphs_are_refused_under_gradient_accumulation(mode, device, micro_steps, refused):
-    on, off = runtime.Decision(True), runtime.Decision(False)
-    setup = runtime.Setup(torch.device(device), torch.float32, on, mode, off)
+    setup = runtime.Setup(torch.device(device), torch.float32, True, mode)
     module = torch.nn.Linear(1, 1)
-    assert replace(setup, compile=off).compiled(module, micro_steps) is module
+    assert replace(setup, compile=False).compiled(module, micro_steps) is module
     with pytest.raises(UserError, match=mode) if refused else contextlib.nullcontext():
         setup.compiled(module, micro_steps)
 
@@ -383,8 +382,9 @@ def test_a_busy_machine_leaves_mfu_out_of_the_lines_and_says_why_once(
     busy, peak, shown, data_dir, tmp_path, monkeypatch, measured_peak
 ):
     """If the peak was measured."""
-    waits = itertools.count(0.0, 1e6 * busy)  # seconds without a core, at each look
-    monkeypatch.setattr(metrics, "waited", lambda: next(waits))
+    looks = itertools.count(0.0, 1e6)  # in which the thread waited for a core, if busy
+    for module in (flops, metrics):
+        monkeypatch.setattr(module, "clock", lambda: ((now := next(looks)), now * busy))
     r = run(data_dir, tmp_path, peak_tflops=peak)
     lines = [line for line in r.out.splitlines() if re.search(r"^iter \d+: .* tok/s", line)]
     assert r.code == 0 and len(lines) == 6 and all(("mfu" in line) == shown for line in lines)

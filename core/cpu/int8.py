@@ -1,8 +1,6 @@
 """int8 weights for linear layers and head.
 
-    W[n, k]  ~  scale[n] * q[n, k]      q int8, scale[n] = max_k |W[n, k]| / 127 in bfloat16
-
-Inference only: fast for a few rows on CPUs, for one in a compiled decode step on CUDA.
+W[n, k]  ~  scale[n] * q[n, k]      q int8, scale[n] = max_k |W[n, k]| / 127 in bfloat16
 """
 
 from __future__ import annotations
@@ -14,19 +12,19 @@ from torch import Tensor
 
 from core.loss import IGNORE, Head
 
-FEW_ROWS = 16  # above, widening the weights first costs less (docs/LOG.md)
+FEW_ROWS = 16  # above, widening the weights first costs less
 
 
 def convert(model: nn.Module, head: Tensor) -> None:
-    """Give the linear layers int8 weights, and the head a copy of `head` (V, C) in int8: a tied
-    embedding stays. Raises ValueError, before anything changes."""
+    """Quantize the linear layers, and `head` (V, C) for the head: a tied embedding stays. Raises
+    ValueError, before anything changes."""
     if head.device.type not in ("cpu", "cuda"):
-        raise ValueError(f"int8 weights need a CPU or CUDA, this is {head.device.type}")
+        raise ValueError(f"int8 needs a CPU or CUDA, got {head.device.type}")
     if head.dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(f"int8 weights go with float32 and bfloat16, not with {head.dtype}")
+        raise ValueError(f"int8 needs float32 or bfloat16, got {head.dtype}")
     inputs = {m.in_features for m in model.modules() if isinstance(m, nn.Linear)}
     if odd := {k for k in inputs if k % 16}:  # the kernel loads 16 numbers at a time
-        raise ValueError(f"int8 weights need layers of a multiple of 16 inputs, got {min(odd)}")
+        raise ValueError(f"int8 needs layers of a multiple of 16 inputs, got {min(odd)}")
     model.requires_grad_(False)
     for module in model.modules():
         if isinstance(module, nn.Linear):
@@ -81,7 +79,7 @@ def int8_linear(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None)
         rows = rows.bfloat16()
         if len(rows) <= FEW_ROWS:
             y = torch.ops.aten._weight_int8pack_mm(rows.contiguous(), q, scale)
-        else:  # float32 inside, as the kernel: every cache gives the same tokens
+        else:  # float32 inside, as the kernel
             y = (F.linear(rows.to(x.dtype), q.to(x.dtype)) * scale.to(x.dtype)).bfloat16()
     elif len(rows) == 1 and torch.compiler.is_compiling():  # a fused reduction
         y = (rows.float() * q).sum(dim=1)[None] * scale

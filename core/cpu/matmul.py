@@ -1,15 +1,13 @@
-"""Faster matrix products on CPUs by oneDNN, and when bfloat16 is faster.
-
-PyTorch gives float32 products to MKL, slow on AMD with AVX-512 (docs/LOG.md). Its switch would slow
-attention: it is set around single products, if oneDNN is exact. A resumed run must decide the same.
-"""
+"""Faster matrix products on CPUs by oneDNN, and when bfloat16 is faster. PyTorch gives float32
+products to MKL, slow on AMD with AVX-512; its switch, set for all, would slow attention."""
 
 from __future__ import annotations
 
 import platform
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.nn as nn
@@ -45,7 +43,7 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """A tied wte with a sparse gradient for few tokens: autograd adds it to the head's."""
+    """A tied wte: the gradient of few tokens is sparse, and added to the head's."""
 
     def forward(self, idx: Tensor) -> Tensor:
         few = idx.numel() < self.num_embeddings and not _compiling()
@@ -64,15 +62,15 @@ class OneDNNHead(Head):
         return nullcontext if plain or self.float32 != "onednn" else onednn
 
 
-class onednn:
+@contextmanager
+def onednn() -> Iterator[None]:
     """Context in which float32 products go to oneDNN."""
-
-    def __enter__(self) -> None:
-        self.before = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("medium")
-
-    def __exit__(self, *error: object) -> None:
-        torch.set_float32_matmul_precision(self.before)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
@@ -120,8 +118,7 @@ def _pointwise(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    """y = x W^T + b;  dx = dy W,  dW = dy^T x,  db = the sum of dy's rows.
-    x, bias: float32 or bfloat16; weight and its gradient: float32."""
+    """y = x W^T + b;  dx = dy W,  dW = dy^T x (float32),  db = the sum of dy's rows."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -142,7 +139,7 @@ class _Linear(torch.autograd.Function):
 
 
 def half_product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in bfloat16, (M, K) and (K, N); two threads are faster in two halves."""
+    """a @ b in bfloat16, (M, K) and (K, N), for two threads in two halves."""
     M, N = a.shape[0], b.shape[1]
     if torch.get_num_threads() != 2 or not 2**19 < M * N <= 2**20:
         return a @ b
@@ -152,16 +149,16 @@ def half_product(a: Tensor, b: Tensor) -> Tensor:
     return out
 
 
-# For torch.compile, whose graphs have no switch inside.
+# A compiled graph has no switch inside.
 _LIBRARY = torch.library.Library("nanoattn", "FRAGMENT")
 _LIBRARY.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 _LIBRARY.impl("linear", _linear, "CPU")
 _LIBRARY.impl("linear", lambda x, w, b: x.new_empty(*x.shape[:-1], w.shape[0]), "Meta")
 
 
-# --- without gradients: oneDNN with a packed copy of the weights ---
+# --- without gradients: a packed copy of the weights ---
 
-ROWS = 8  # of the layout, good for any number (docs/LOG.md)
+ROWS = 8  # of the layout, good for any number
 MOST_BYTES = 2**31  # of a model's weights: the copy doubles them
 
 
@@ -174,27 +171,20 @@ def pack(model: nn.Module) -> None:
             module.packed = True
 
 
-class _Packed(NamedTuple):
-    alias: Tensor  # keeps the weight's address from other tensors
-    key: tuple[object, ...]
-    sample: Tensor  # view of its first numbers
-    before: Tensor  # their copy
-    weight: Tensor
-
-
-_packed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # weight -> _Packed
+# weight -> (version and address, view of its first numbers, their copy, packed)
+_packed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def _packed_weight(weight: Tensor) -> Tensor:
-    """The weight in oneDNN's layout. A write through .data has no version: see `sample`."""
-    key = weight._version, weight.data_ptr(), weight.dtype
-    found = _packed.get(weight)
-    if found is None or found.key != key or not torch.equal(found.sample, found.before):
-        alias = weight.detach()
-        made = torch.ops.mkldnn._reorder_linear_weight(alias, ROWS)
-        sample = alias[0, :16]
-        found = _packed[weight] = _Packed(alias, key, sample, sample.clone(), made)
-    return found.weight
+    """In oneDNN's layout. A write through .data changes no version, but the view."""
+    version = weight._version, weight.data_ptr(), weight.dtype
+    none: Any = (None,) * 4
+    before, view, copy, packed = _packed.get(weight, none)
+    if before != version or not torch.equal(view, copy):
+        view = weight.detach()[0, :16]  # also keeps the address from other tensors
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS)
+        _packed[weight] = version, view, view.clone(), packed
+    return packed
 
 
 # --- which path is faster here ---
@@ -211,11 +201,8 @@ def exact() -> bool:
 
 
 def few_rows_pay() -> bool:
-    return _available() and torch.backends.cpu.get_cpu_capability() == "AVX512"
-
-
-def _available() -> bool:
-    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    return torch.backends.mkldnn.is_available() and avx512
 
 
 def _amd() -> bool:
@@ -229,27 +216,27 @@ def why_not(wanted: bool | None, device: torch.device, dtype: torch.dtype) -> st
         return "--onednn=False"
     if device.type != "cpu" or dtype != torch.float32:
         return f"not for {str(dtype).removeprefix('torch.')} on {device.type}"
-    if not _available():
+    if not torch.backends.mkldnn.is_available():
         return "this PyTorch has no oneDNN"
     if wanted:
         return ""
     if not _amd():
-        return "it is faster on AMD's processors only"
+        return "it is faster on AMD only"
     if torch.backends.cpu.get_cpu_capability() != "AVX512":
         return "this processor has no AVX-512"
-    return "" if exact() else "its products are less exact than float32 here"
+    return "" if exact() else "it is less exact here"
 
 
-# n_embd of the smallest measured model (docs/SPEED.md)
+# n_embd (docs/SPEED.md)
 LEAST_WIDTH = {"AMX": 128, "AVX512_BF16": 384}
 
 
 def why_not_bfloat16(n_embd: int) -> str | None:
     """Why bfloat16 is slower here, or None."""
     if not (units := bfloat16_units()):
-        return "this processor has no units for it (AMX, AVX512_BF16)"
+        return "this processor has neither AMX nor AVX512_BF16"
     if units == "AVX512_BF16" and not _amd():  # Intel's are as slow as float32
-        return "AVX512_BF16 is faster on AMD's processors only"
+        return "AVX512_BF16 is faster on AMD only"
     if n_embd < LEAST_WIDTH[units]:
-        return f"bfloat16 is measured faster from n_embd={LEAST_WIDTH[units]} on, this is {n_embd}"
+        return f"bfloat16 is faster from n_embd={LEAST_WIDTH[units]} on, this is {n_embd}"
     return None
