@@ -30,11 +30,8 @@ if not torch.cuda.is_available():
 
 
 def hurry_the_interpreter() -> None:
-    """Leave out what takes more than half of the interpreter's time.
-
-    It replaces triton.language at every call of every function, where once a function will do, and
-    checks each sum of integers for overflow. With other releases than 3.9 it is only slow.
-    """
+    """Patch triton.language once a function, not at every call, and check no sums for overflow:
+    more than half of its time. With other releases than 3.9 it is only slow."""
     try:
         from triton.runtime import interpreter
 

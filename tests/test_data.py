@@ -13,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -120,7 +121,8 @@ def test_a_text_after_its_prompt_is_the_text_of_all_tokens(tmp_path: Path, kind:
     """Also invalid bytes and special tokens."""
     made: Any = gpt2
     if kind != "gpt2":
-        made = data.FileTokenizer.read(small_tokenizer(tmp_path, kind))
+        folder = tmp_path if (tmp_path / "tokenizer.json").exists() else None
+        made = data.FileTokenizer.read(folder or small_tokenizer(tmp_path, kind))
     prompt = made.encode(data_.draw(st.sampled_from(["", "a rose", "rose is ", " a", "\nrose"])))
     new = data_.draw(st.lists(st.integers(0, made.vocab_size - 1), max_size=12))
     pieces = [*made.stream_decode(iter(new), prompt)]
@@ -141,53 +143,43 @@ def test_a_pattern_that_explodes_is_one_sentence(tmp_path: Path, pattern: str, m
 
 
 @pytest.mark.slow
-def test_a_large_pattern_is_taken_as_the_library_takes_it(tmp_path: Path) -> None:
-    folder = small_tokenizer(tmp_path, "bytelevel", "(a{1000}){1000}")
+def test_a_large_pattern_is_taken_and_a_signal_ends_one_without_end(tmp_path: Path) -> None:
+    folder = small_tokenizer(tmp_path / "t", "bytelevel", "(a{1000}){1000}")
     assert data.FileTokenizer.read(folder).encode("a" * 2000)
-
-
-def test_a_signal_ends_a_pattern_without_end(tmp_path: Path) -> None:
-    folder = small_tokenizer(tmp_path / "t", "bytelevel", "(?=ab)((a|b)?){9999}(ab){9999}")
+    small_tokenizer(folder, "bytelevel", "(?=ab)((a|b)?){9999}(ab){9999}")
     (tmp_path / "a.txt").write_text("ab" * 3000)
-    line = [sys.executable, "-m", "data", f"--source={tmp_path}/a.txt", f"--tokenizer={folder}"]
-    begun = [(subprocess.Popen([*line[:3], name, *line[3:], f"--out_dir={tmp_path}/{name}"],
-                               cwd=ROOT, stderr=subprocess.PIPE), tmp_path / name / ".partial")
-             for name in ("text", "shakespeare")]  # fmt: skip
-    for process, partial in begun:
-        while not partial.exists():
-            assert process.poll() is None
-            time.sleep(0.05)
+    line = [sys.executable, "-m", "data", "text", f"--source={tmp_path}/a.txt",
+            f"--tokenizer={folder}", f"--out_dir={tmp_path}/out"]
+    process = subprocess.Popen(line, cwd=ROOT, stderr=subprocess.PIPE)
+    while not (tmp_path / "out" / ".partial").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
     time.sleep(0.5)
-    for process, _ in begun:
-        process.send_signal(signal.SIGTERM)
-    for process, _ in begun:
-        said = process.communicate(timeout=20)[1]
-        assert process.returncode == 143 and b"Traceback" not in said
+    process.send_signal(signal.SIGTERM)
+    said = process.communicate(timeout=20)[1]
+    assert process.returncode == 143 and b"Traceback" not in said
 
 
-END = {"content": "<eos>", "lstrip": False}
+END, CONFIG = {"content": "<eos>", "lstrip": False}, "config.json"
 
 
-@pytest.mark.parametrize(
-    "files, ends",
-    [
-        ({"tokenizer_config.json": {"eos_token": "<eos>"}}, [1]),
-        ({"tokenizer_config.json": {"eos_token": END}, "config.json": {"eos_token_id": 9}}, [1, 9]),
-        ({"special_tokens_map.json": {"eos_token": END}}, [1]),
-        ({"config.json": {"eos_token_id": [7, 1]}}, [7, 1]),
-        ({"config.json": {"eos_token_id": 7}, "generation_config.json": {"eos_token_id": [5, 7]}},
-         [7, 5]),
-        ({"config.json": {"eos_token_id": 50256}}, [1]),  # transformers' default, of GPT-2
-        ({}, [1]),  # the only special token that is called so
-    ],
-)
-def test_end_tokens_are_found_where_they_are_put(tmp_path: Path, files: Any, ends: Any) -> None:
-    folder = small_tokenizer(tmp_path, "bytelevel")
-    for name, content in files.items():
-        (folder / name).write_text(json.dumps(content))
-    found = data.FileTokenizer.read(folder)
-    assert (found.ends, found.eot) == (ends, ends[0])
-    assert data.from_meta(found.to_meta()).ends == ends
+def test_end_tokens_are_found_where_they_are_put(tmp_path: Path) -> None:
+    for i, (ends, files) in enumerate([
+        ([1], {"tokenizer_config.json": {"eos_token": "<eos>"}}),
+        ([1, 9], {"tokenizer_config.json": {"eos_token": END}, CONFIG: {"eos_token_id": 9}}),
+        ([1], {"special_tokens_map.json": {"eos_token": END}}),
+        ([7, 1], {CONFIG: {"eos_token_id": [7, 1]}}),
+        ([7, 5], {CONFIG: {"eos_token_id": 7},
+                  "generation_config.json": {"eos_token_id": [5, 7]}}),
+        ([1], {CONFIG: {"eos_token_id": 50256}}),  # transformers' default, of GPT-2
+        ([1], {}),  # the only special token that is called so
+    ]):  # fmt: skip
+        folder = small_tokenizer(tmp_path / str(i), "bytelevel")
+        for name, content in files.items():
+            (folder / name).write_text(json.dumps(content))
+        found = data.FileTokenizer.read(folder)
+        assert (found.ends, found.eot) == (ends, ends[0])
+        assert data.from_meta(found.to_meta()).ends == ends
 
 
 def test_vocab_json_and_merges_txt_are_used_or_refused(tmp_path: Path) -> None:
@@ -200,8 +192,7 @@ def test_vocab_json_and_merges_txt_are_used_or_refused(tmp_path: Path) -> None:
     config = tmp_path / "tokenizer_config.json"
     config.write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    found = checkpoint.tokenizer_meta(str(tmp_path))
-    ours = data.from_meta(found)
+    ours = data.from_meta(checkpoint.tokenizer_meta(str(tmp_path)))
     for part in ("a rose is", "roses, é\n\n  don't"):
         assert ours.encode(part) == theirs.encode(part)
         assert ours.decode(ours.encode(part)) == part
@@ -223,9 +214,8 @@ def test_the_plays_are_plain_text() -> None:
     speeches = plays.strip().split("\n\n")
     named = [s for s in speeches if re.match(r"[A-Z][\w' &.-]*:\n", s)]
     assert len(speeches) > 30_000 and len(named) > 0.999 * len(speeches)
-    assert "HAMLET:\nTo be, or not to be: that is the question:\n" in plays
-    for direction in ("Enter HAMLET", "Exeunt", "Aside", "SCENE I", "ACT I"):
-        assert not re.search(rf"^\W*{direction}\W*$", plays, re.M), direction
+    assert re.search(r"^HAMLET:\nTo be, or", plays, re.M)
+    assert not re.search(r"^\W*(Enter HAMLET|Exeunt|Aside|SCENE I|ACT I)\W*$", plays, re.M)
 
 
 def test_a_source_is_fetched_once_and_its_hash_checked(tmp_path: Path) -> None:
@@ -233,7 +223,7 @@ def test_a_source_is_fetched_once_and_its_hash_checked(tmp_path: Path) -> None:
     digest = hashlib.sha256(b"good").hexdigest()
 
     def fetch(content: bytes) -> Path:
-        return sources.cached(path, digest, lambda: calls.append(1) or content)  # type: ignore[func-returns-value]
+        return sources.cached(path, digest, lambda: calls.append(1) or content)
 
     for content in (b"good", b"evil"):
         assert fetch(content).read_bytes() == b"good"
@@ -243,17 +233,15 @@ def test_a_source_is_fetched_once_and_its_hash_checked(tmp_path: Path) -> None:
         fetch(b"evil")
 
 
-def test_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def offline(*args: Any, **kwargs: Any) -> None:
-        raise OSError("no route")
-
+@pytest.mark.parametrize("dataset, door, how", [
+    ("shakespeare_char", "data.sources.urlopen", {"source": "tinyshakespeare"}),
+    ("fineweb", "datasets.load_dataset", {})])
+def test_no_network(tmp_path: Path, dataset: str, door: str, how: Any, monkeypatch: Any) -> None:
+    pytest.importorskip("datasets")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("data.sources.urlopen", offline)
+    monkeypatch.setattr(door, Mock(side_effect=OSError("no route")))
     with pytest.raises(UserError, match=r"no route.*--source"):
-        run("shakespeare_char", tmp_path / "out", source="tinyshakespeare")
-    monkeypatch.setattr(pytest.importorskip("datasets"), "load_dataset", offline)
-    with pytest.raises(UserError, match=r"no route.*--source"):
-        run("fineweb", tmp_path / "out")
+        run(dataset, tmp_path / "out", **how)
 
 
 # --- preparation ---
@@ -285,7 +273,7 @@ texts = odd | odd.map(lambda d: d * 20) | st.sampled_from(["\ud83d", "<eos>", *l
 
 @pytest.mark.parametrize("kind", ["gpt2", *KINDS])
 @given(st.lists(st.none() | texts), st.booleans(), st.sampled_from([0.1, 0.3, 0.5]))
-@settings(max_examples=30, deadline=None, suppress_health_check=HERE)
+@settings(max_examples=20, deadline=None, suppress_health_check=HERE)
 def test_every_document_is_kept_whole(
     tmp_path_factory: Any, gpt2: Any, kind: str, documents: Any, files: bool, fraction: float
 ) -> None:
@@ -314,9 +302,7 @@ def test_every_document_is_kept_whole(
         split = "val" if int((i + 1) * fraction) > int(i * fraction) else "train"
         splits[split] += [*begin, *made.encode(d), eot]
     total = sum(map(len, splits.values()))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("data.documents.PIECE", 64)  # several pieces a document
-        patch.setattr("data.documents.OVERLAP", 32)
+    with patch.multiple("data.documents", PIECE=64, OVERLAP=32):  # several pieces a document
         try:
             meta = run("text", folder / "out", source=str(source), tokenizer=tokenizer,
                        val_fraction=fraction)  # fmt: skip
@@ -350,6 +336,8 @@ def test_a_single_text_and_several(tmp_path: Path, text: Path) -> None:
     meta = run("chars", tmp_path / "out", source=str(source))
     assert meta["tokenizer"]["vocabulary"] == sorted(set("a rose is\n")) and meta["files"] == 1
     assert meta["tokens"] == {"train": 972, "val": 108}
+    ids = ids_of(tmp_path / "out", "train") + ids_of(tmp_path / "out", "val")
+    assert data.from_meta(meta["tokenizer"]).decode(ids) == source.read_text()
     (tmp_path / "docs.jsonl").write_text('{"text": "ab"}\n{"text": "cd"}\n' * 9)
     meta = run("chars", tmp_path / "docs", source=str(tmp_path / "docs.jsonl"))
     last = data.from_meta(meta["tokenizer"]).decode(ids_of(tmp_path / "docs", "val"))
@@ -358,25 +346,32 @@ def test_a_single_text_and_several(tmp_path: Path, text: Path) -> None:
 
 def test_what_is_prepared_already(tmp_path: Path, text: Path) -> None:
     """The same: nothing; changed or damaged: prepared again; another: by force."""
-    out, how = tmp_path / "out", {"source": str(text), "val_fraction": 0.25}
-    assert run("chars", out, **how)["tokens"] == {"train": 810, "val": 270}
+    out, tokenizer = tmp_path / "out", small_tokenizer(tmp_path / "t", "bytelevel")
+    how: Any = {"source": str(text), "val_fraction": 0.25, "tokenizer": str(tokenizer)}
+    assert run("text", out, **how)["vocab_size"] == 258
     assert {f.name for f in out.iterdir()} == {"train.bin", "val.bin", "meta.json"}
 
     def changed(**how: Any) -> bool:
         before = {f.name: f.stat().st_ino for f in out.iterdir()}
-        run("chars", out, **how)
+        run("text", out, **how)
         return {f.name: f.stat().st_ino for f in out.iterdir()} != before
 
     with locked(out):  # nor is anything written: the folder may be read-only
         assert not changed(**how)
+        with pytest.raises(UserError, match=f"{out}.*{os.getpid()}"):
+            changed(**how, force=True)
+    n = len(ids_of(out, "train"))
     (out / "train.bin").write_bytes(b"12")
-    assert changed(**how) and len(ids_of(out, "train")) == 810
+    assert changed(**how) and len(ids_of(out, "train")) == n
     text.write_text(text.read_text() * 2)
-    assert changed(**how) and not changed(**how)
-    assert len(ids_of(out, "val")) == 540
-    with pytest.raises(UserError, match="--force"):
-        run("chars", out, source=str(text))
-    assert run("chars", out, source=str(text), force=True)["tokens"]["val"] == 216
+    assert changed(**how) and not changed(**how) and len(ids_of(out, "train")) > n
+    small_tokenizer(tokenizer, "wordlevel")
+    assert changed(**how) and data.read_meta(out)["vocab_size"] < 258
+    other = small_tokenizer(tmp_path / "other", "wordlevel")
+    for change in ({"val_fraction": None}, {"tokenizer": str(other)}):
+        with pytest.raises(UserError, match="--force"):
+            run("text", out, **how | change)
+    assert changed(**how | {"val_fraction": None}, force=True)
     assert not (tmp_path / "out" / ".partial").exists()
 
 
@@ -401,29 +396,11 @@ def test_no_file_of_a_dataset_is_written_through_a_link(tmp_path: Path, text: Pa
     (target := elsewhere / "file").write_text("precious")
     (link := tmp_path / "out" / name).parent.mkdir(parents=True)
     link.symlink_to(elsewhere if name == ".partial" else target)
-    (tmp_path / "train.bin").write_bytes(bytes(20))
-    (tmp_path / "val.bin").write_bytes(bytes(20))
-    for dataset, source in (("shakespeare_char", text), ("shards", tmp_path)):
-        try:
-            run(dataset, tmp_path / "out", source=str(source), force=True)
-        except UserError as e:
-            assert str(link) in str(e)
+    try:
+        run("shakespeare_char", tmp_path / "out", source=str(text), force=True)
+    except UserError as e:
+        assert str(link) in str(e)
     assert [p.name for p in elsewhere.iterdir()] == ["file"] and target.read_text() == "precious"
-
-
-def test_another_tokenizer_is_another_dataset(tmp_path: Path, text: Path, monkeypatch: Any) -> None:
-    how: Any = {"out_dir": tmp_path / "out", "source": str(text), "tokenizer": "t"}
-    for name in "ab":
-        (tmp_path / name).mkdir()
-        small_tokenizer(tmp_path / name / "t", "bytelevel")
-    monkeypatch.chdir(tmp_path / "a")
-    assert run("text", **how)["vocab_size"] == 258
-    small_tokenizer(tmp_path / "t", "wordlevel").rename("t/new")
-    os.replace("t/new/tokenizer.json", "t/tokenizer.json")
-    assert run("text", **how)["vocab_size"] < 258
-    monkeypatch.chdir(tmp_path / "b")
-    with pytest.raises(UserError, match="another dataset"):
-        run("text", **how)
 
 
 def test_links_are_followed_once(tmp_path: Path, gpt2: Any, capsys: Any) -> None:
@@ -441,42 +418,23 @@ def test_links_are_followed_once(tmp_path: Path, gpt2: Any, capsys: Any) -> None
         link.unlink()
 
 
-def test_two_preparations_do_not_share_a_folder(tmp_path: Path, text: Path, gpt2: Any) -> None:
-    """Until the first one dies."""
-    os.mkfifo(source := tmp_path / "a.txt")
-    argv = [f"--source={source}", f"--out_dir={(out := tmp_path / 'out')}"]
-    first = subprocess.Popen([sys.executable, "-m", "data", "text", *argv], cwd=ROOT)
-    with source.open("w"):  # it reads now
-        for dataset in ("chars", "text"):
-            with pytest.raises(UserError, match=f"{out}.*{first.pid}"):
-                run(dataset, out, source=str(text), force=True)
-        first.kill()
-        first.wait(60)
-    assert (out / ".partial").exists()
-    assert run("chars", out, source=str(text))["tokens"]["val"] == 108
-    assert {f.name for f in out.iterdir()} == {"train.bin", "val.bin", "meta.json"}
+BAD = [  # a source, and what the error names
+    ("a.jsonl", b'{"text": "a"}\n{"txt": "b"}\n', ["line 2", "--text_key"]),
+    ("a.jsonl", b'{"text": "a"}\nnot json\n', ["line 2"]),
+    ("a.jsonl", b'{"text": "a"}\n\n{"text": "\xff"}\n', ["utf-8", "line 3"]),
+    ("a.jsonl", b'{"text": "a"}\n' + b"[" * 200_000, ["line 2"]),
+    ("a.jsonl", b'{"text": "a"}\n{"text": 1}\n', ["line 2"]),
+    ("a.jsonl", b'{"text": null}\n{"text": ""}\n', ["no text"]),
+    ("a.txt", b"tea\ncaf\xe9", ["utf-8", "line 2"]), ("a.txt", b"", ["no text"]),
+    ("a.txt", "a rose is".encode("utf-16-le"), ["UTF-16"]),
+    ("a.md", b"text", [".jsonl"]), ("a\nb.txt", b"tea", ["short"]),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name, content, words",
-    [
-        ("a.jsonl", b'{"text": "a"}\n{"txt": "b"}\n', ["line 2", "--text_key"]),
-        ("a.jsonl", b'{"text": "a"}\nnot json\n', ["line 2"]),
-        ("a.txt", b"tea\ncaf\xe9", ["utf-8", "line 2"]),
-        ("a.jsonl", b'{"text": "a"}\n\n{"text": "\xff"}\n', ["utf-8", "line 3"]),
-        ("a.jsonl", b'{"text": "a"}\n' + b"[" * 200_000, ["line 2"]),
-        ("a.jsonl", b'{"text": "a"}\n{"text": 1}\n', ["line 2"]),
-        ("a.txt", "a rose is".encode("utf-16-le"), ["UTF-16"]),
-        ("a.jsonl", b'{"text": null}\n{"text": ""}\n', ["no text"]),
-        ("a.md", b"text", [".jsonl"]),
-        ("a.txt", b"", ["no text"]),
-        ("a\nb.txt", b"tea", ["short"]),
-    ],
-)
-def test_bad_sources_are_named(tmp_path: Path, gpt2: Any, name: str, content: bytes,
-                               words: list[str]) -> None:
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError) as error:
-        run("text", tmp_path / "out", source=str(tmp_path / name))
-    assert all(word in str(error.value) for word in (*words, repr(name)[1:-1]))
-    assert not (tmp_path / "out" / "meta.json").exists()
+def test_bad_sources_are_named(tmp_path: Path, gpt2: Any) -> None:
+    for name, content, words in BAD:
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(UserError) as error:
+            run("text", tmp_path / "out", source=str(tmp_path / name))
+        assert all(word in str(error.value) for word in (*words, repr(name)[1:-1]))
+        assert not (tmp_path / "out" / "meta.json").exists()

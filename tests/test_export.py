@@ -103,21 +103,19 @@ REFUSED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("word", REFUSED)
-def test_what_gpt_has_not_is_refused(word, tmp_path):
-    content = {**SIZES, "num_hidden_layers": 2, "model_type": "llama", **REFUSED[word]}
-    (tmp_path / "config.json").write_text(json.dumps(content))
-    with pytest.raises(UserError, match=f"{tmp_path}.*{word}"):
-        checkpoint.load_hf(str(tmp_path))
-
-
-@pytest.mark.parametrize("file", [5, None, ["a"], ""])
-def test_an_index_with_names_of_no_files_is_refused(file, tmp_path):
+def test_what_gpt_has_not_is_refused(tmp_path):
+    """As are indexes with names of no files."""
+    for word, changes in REFUSED.items():
+        content = {**SIZES, "num_hidden_layers": 2, "model_type": "llama", **changes}
+        (tmp_path / "config.json").write_text(json.dumps(content))
+        with pytest.raises(UserError, match=f"{tmp_path}.*{word}"):
+            checkpoint.load_hf(str(tmp_path))
     (tmp_path / "config.json").write_text(json.dumps({**SIZES, "model_type": "llama"}))
-    listed = {"weight_map": {"x": "model.safetensors", "y": file}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(listed))
-    with pytest.raises(UserError, match=str(tmp_path)):
-        checkpoint.load_hf(str(tmp_path))
+    for file in (5, None, ["a"], ""):
+        listed = {"weight_map": {"x": "model.safetensors", "y": file}}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(listed))
+        with pytest.raises(UserError, match=str(tmp_path)):
+            checkpoint.load_hf(str(tmp_path))
 
 
 def prepare(dataset: str, out_dir: Path, **how: Any) -> None:

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 import bench_mfu
 from core.cpu import int8
-from core.runtime import Setup
 from core.settings import UserError
 from inference import engine
 from model import GPT, GPTConfig
@@ -70,16 +69,6 @@ def test_the_product_is_that_of_the_widened_weights(rows, K, bias, dtype) -> Non
     assert (got[:1] - first).abs().max() <= 2**-7 * got.abs().max()
 
 
-def test_no_weight_is_widened_for_a_decode_step() -> None:
-    q, scale = int8.quantize(torch.randn(96, 256))
-    for rows, widened in ((1, False), (16, False), (70, True)):
-        with torch.profiler.profile(record_shapes=True) as profile:
-            int8.int8_linear(torch.randn(rows, 256), q, scale)
-        shapes = [shape for e in profile.events() if e.name == "aten::to" or "copy" in e.name
-                  for shape in e.input_shapes]
-        assert ([96, 256] in shapes) == widened, rows
-
-
 @pytest.mark.parametrize("kv", ["dynamic", "static", "paged"])
 def test_every_cache_gives_the_same_tokens(kv: str) -> None:
     for config, lengths in ((CONFIG, (7, 7)), (LLAMA, (3, 20))):
@@ -123,19 +112,3 @@ def test_refusals() -> None:
         assert not int8.parameters(made)
     with pytest.raises(UserError, match="--weights"):  # int8 is for decoding only
         bench_mfu.main(["train", "--weights=int8"])
-
-
-@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="no AVX-512")
-def test_a_few_rows_of_float32_are_exact_and_by_onednn_in_inference_only() -> None:
-    setup = replace(Setup.of(torch.device("cpu"), "float32"), onednn=False)  # as on Intel
-    for made, rows, few in ((setup, 3, False), (setup, 9, True),
-                            (replace(setup, few_rows=False), 9, False)):
-        layer = made.place(torch.nn.Sequential(torch.nn.Linear(64, 96)), cast=True)
-        x = torch.randn(rows, 1, 64)
-        truth = x.double() @ layer[0].weight.double().t() + layer[0].bias.double()
-        for grad in (False, True):
-            with torch.set_grad_enabled(grad), torch.profiler.profile() as profile:
-                y = layer(x)
-            assert (y.double() - truth).abs().max() <= 2e-6 * truth.abs().max()
-            onednn = any("mkldnn" in e.key for e in profile.key_averages())
-            assert onednn == (few and not grad), (rows, grad)

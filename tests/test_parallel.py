@@ -1,16 +1,14 @@
-"""Training by several processes learns what one learns, however they share the work; torchrun."""
+"""Processes that share a run: relays from any number to any other, and how a step is divided."""
 
 from __future__ import annotations
 
-import contextlib
-import io
 import itertools
+import json
 import math
 import os
-import socket
+import shlex
 import sys
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,11 +20,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from conftest import few
+from test_checkpoint import restored
 from test_train import make_data, run_line
 
+import checkpoint
 import train
-from attention import Policy, Ring
-from checkpoint import gathered, resume_command
+from attention import Ring
 from core import metrics, parallel
 from core.distributed import DistInfo
 from core.optimizer import build_optimizer
@@ -35,142 +34,138 @@ from core.settings import UserError
 from model import GPT, GPTConfig
 
 CPU = torch.device("cpu")
-SMALL = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32, "batch_size": 8,
-         "max_iters": 24, "eval_interval": 24, "eval_iters": 3, "log_interval": 1, "bias": True,
-         "device": "cpu", "dtype": "float32", "warmup_iters": 2, "learning_rate": 2e-3}
+LEG = 4  # steps
 
+# --- relays ---
+# Each round's processes go on with the checkpoints of the round before. All must learn what one
+# process learns that never stops.
 
-@pytest.fixture(scope="module")
-def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """4,000 words, by character."""
-    words = ["to", "be", "or", "not", "that", "is", "the", "question"]
-    text = " ".join(np.random.default_rng(0).choice(words, 4000))
-    return make_data(tmp_path_factory.mktemp("data"), text)
-
-
-def trained(rank: int, n: int, runs: dict[str, list[str]]) -> dict[str, tuple[int | str, str]]:
-    """Run each command line in this process."""
-    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": n, "LOCAL_WORLD_SIZE": n,
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
-    os.environ |= {k: str(v) for k, v in told.items()}
-    joined = dist.init_process_group, dist.destroy_process_group, dist.rendezvous
-    dist.init_process_group = dist.destroy_process_group = lambda *args, **how: None  # type: ignore
-    dist.rendezvous = lambda *args, **how: iter([(dist.HashStore(), rank, n)])  # type: ignore
-    found: dict[str, tuple[int | str, str]] = {}
-    try:
-        for name, line in runs.items():
-            out = io.StringIO()
-            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
-                try:
-                    code: int | str = train.main(line)
-                except UserError as e:
-                    code = str(e)
-            found[name] = code, out.getvalue()
-    finally:
-        dist.init_process_group, dist.destroy_process_group, dist.rendezvous = joined
-    return found
-
-
-def lines(data_dir: Path, out: Path, **runs: dict[str, Any]) -> dict[str, list[str]]:
-    shared = {**SMALL, "data_dir": data_dir, "dataset": "tiny"}
-    return {
-        name: [f"--{k}={v}" for k, v in {**shared, "out_dir": out / name, **run}.items()]
-        for name, run in runs.items()
-    }
-
-
-def losses(out: Path) -> dict[str, float]:
-    return {
-        f"{row['iter']} {key}": row[key]
-        for row in metrics.read(out / "metrics.jsonl")
-        for key in ("loss", "train_loss", "val_loss")
-        if key in row
-    }
-
-
-def ended_well(results: list[dict[str, tuple[int | str, str]]]) -> None:
-    for rank, found in enumerate(results):
-        for name, (code, out) in found.items():
-            assert code == 0, f"{name} on rank {rank}: {code}\n{out}"
-
-
-def near(found: dict[str, float], want: dict[str, float]) -> bool:
-    return all(abs(loss - want.get(key, loss)) < 1e-5 for key, loss in found.items())
-
-
-@pytest.fixture(scope="module")
-def alone(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
-    out = tmp_path_factory.mktemp("alone")
-    assert run_line(lines(data_dir, out, one={})["one"], out / "one").code == 0
-    found = losses(out / "one")
-    assert len(found) == 26 and found["24 loss"] < found["1 loss"] - 0.3
-    return found
-
-
-FSDP = {"parallel": "fsdp"}
-RUNS: dict[int, dict[str, dict[str, Any]]] = {
-    # Eight sequences a step do not divide by three, nor three by two.
-    3: {
-        "ddp_uneven": {}, "fsdp_uneven": FSDP, "ring_uneven": {"context_parallel": 3},
-        "micro": {**FSDP, "batch_size": 2, "gradient_accumulation_steps": 4, "eval_iters": 12},
+SMALL: dict[str, Any] = {
+    "dataset": "tiny", "n_head": 2, "n_embd": 32, "block_size": 32, "batch_size": 7,
+    "eval_interval": LEG, "eval_iters": 3, "log_interval": 1, "lr_decay_iters": 6 * LEG,
+    "warmup_iters": 2, "learning_rate": 2e-3, "device": "cpu", "dtype": "float32",
+    "peak_tflops": 1.0, "keep_checkpoints": 9, "n_layer": 2, "onednn": False,
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt": {"bias": True, "gradient_checkpointing": True},
+    "muon": {"position": "rope", "norm": "rms", "mlp": "swiglu", "n_kv_head": 1, "tied": False,
+             "qk_norm": True, "optimizer": "muon", "muon_rates": 0.02, "decay_lr": "linear",
+             "batch_size": 3, "gradient_accumulation_steps": 4, "async_checkpoint": True},
+    "documents": {"document_mask": True, "attention_window": "5,none"},
+}  # fmt: skip
+FSDP = {"parallel": "fsdp", "context_parallel": 1}
+SHARED: dict[str, dict[str, Any]] = {
+    "one": {}, "ddp": {"parallel": "ddp", "context_parallel": 1}, "fsdp": FSDP,
+    "hybrid": {**FSDP, "shard_size": 2},
+    "ring": {"parallel": "ddp", "context_parallel": 2, "sample_tokens": 5},
+    "fsdp+ring": {**FSDP, "context_parallel": 2},
+}  # fmt: skip
+RELAYS: dict[str, dict[str, list[str]]] = {  # processes of each round; how they share each run
+    "1 2 1": {
+        "gpt": ["one", "fsdp ddp", "one"], "muon": ["", "ddp fsdp", "one"],
     },
-    4: {
-        "ddp_and_ring": {"context_parallel": 2, "sample_tokens": 5},
-        "fsdp_and_ring": {**FSDP, "context_parallel": 2, "sample_tokens": 5},
-        "hybrid": {**FSDP, "shard_size": 2, "gradient_checkpointing": True},
-        "ring_of_four": {**FSDP, "context_parallel": 4},
+    "1 3 4 2 1": {
+        "gpt": ["one", "fsdp", "ddp", "fsdp", "one"], "gpt 2": ["", "ddp", "hybrid", "ring", "one"],
+        "gpt 3": ["one", "", "fsdp+ring", "ddp", ""], "muon 2": ["", "fsdp", "ring", "fsdp", "one"],
+        "muon": ["one", "ddp", "hybrid", "ddp", "one"],
+        "documents": ["", "fsdp", "fsdp+ring", "ddp", "one"],
     },
 }  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("n", RUNS)
-def test_losses_are_those_of_one_process(n, data_dir, alone, tmp_path) -> None:
-    results = processes.run(trained, n, lines(data_dir, tmp_path, **RUNS[n]), timeout=300)
-    ended_well(results)
-    for name, how in RUNS[n].items():
-        assert ("sample of 5 tokens" in results[0][name][1]) == ("sample_tokens" in how), name
-        found = losses(tmp_path / name)
-        assert found.keys() == alone.keys() and near(found, alone), name
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """4,000 words by character; a space ends a document."""
+    words = ["to", "be", "or", "not", "that", "is", "the", "question"]
+    text = " ".join(np.random.default_rng(0).choice(words, 4000))
+    folder = make_data(tmp_path_factory.mktemp("data"), text)
+    meta = json.loads((path := folder / "tiny" / "meta.json").read_text())
+    meta["tokenizer"]["eot"] = meta["tokenizer"]["vocabulary"].index(" ")
+    path.write_text(json.dumps(meta))
+    return folder
 
 
-# A run of 12 steps by some processes, which four go on with; by one: test_sharded.py.
+def words(out: Path, **how: Any) -> list[str]:
+    return [f"--{name}={value}" for name, value in {"out_dir": out, **how}.items()]
+
+
+def numbers(out: Path) -> dict[str, float]:
+    found = {}
+    for row in metrics.read(out / "metrics.jsonl"):
+        row |= {"seen": row["mfu_causal"] / row["mfu"]} if "mfu" in row else {}
+        for key in row.keys() & {"loss", "train_loss", "val_loss", "seen", "lr"}:
+            found[f"{row['iter']} {key}"] = row[key]
+    return found
+
+
+def at_work(rank: int, n: int, lines: list[list[str]]) -> tuple[list[str], dict[str, Any]]:
+    return processes.trained(rank, n, lines), stepped(rank, n)
+
+
+@pytest.fixture(scope="module", params=few([*RELAYS]))
+def relays(request: Any, data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The folder of the runs; what processes found in stepped(); the steps of each run."""
+    folder, rounds = tmp_path_factory.mktemp("relays"), [*map(int, request.param.split())]
+    runs = RELAYS[request.param]
+    steps = dict.fromkeys(runs, 0)
+    found: list[Any] = []
+    for i, n in enumerate(rounds):
+        lines, sampled = [], []
+        for name, legs in runs.items():
+            for kind in legs[i].split():
+                model = {**SMALL, **MODELS[name.split()[0]], "data_dir": data_dir}
+                steps[name] += LEG
+                how = {"init_from": "resume"} if steps[name] > LEG else model
+                how = {**how, "sample_tokens": 0, **SHARED[kind], "max_iters": steps[name]}
+                lines.append(words(folder / name, **how))
+                sampled.append(how["sample_tokens"] > 0)
+        if i == 1:  # one run, and the same in two parts
+            how = {**SMALL, **FSDP, "data_dir": data_dir, "dropout": 0.2, "max_iters": 2 * LEG}
+            lines.append(words(folder / "whole", **how))
+            lines.append(words(folder / "cut", **{**how, "max_iters": LEG}))
+            lines.append(words(folder / "cut", init_from="resume", max_iters=2 * LEG))
+        if n == 1:
+            assert not any(run_line(line, folder).code for line in lines)
+        else:
+            results = processes.run(at_work, n, lines, timeout=300)
+            found += [steps_of for _, steps_of in results]
+            said = results[0][0]
+            assert ["a sample of 5" in text for text in said][: len(sampled)] == sampled
+    for name in {run.split()[0] for run in runs}:
+        how = {**SMALL, **MODELS[name], "data_dir": data_dir, "max_iters": len(rounds) * LEG + LEG}
+        assert run_line(words(folder / f"{name} alone", **how), folder).code == 0
+    return folder, found, steps
+
+
+def test_a_relay_learns_what_one_process_learns(relays: Any) -> None:
+    """Losses, rates, the share of visible keys; then all weights and moments."""
+    folder, _, steps = relays
+    for name, n in steps.items():
+        alone = folder / f"{name.split()[0]} alone"
+        want, found = numbers(alone), numbers(folder / name)
+        assert {f"{i} loss" for i in range(1, n + 1)} < found.keys() <= want.keys(), name
+        assert want[f"{n} loss"] < want["1 loss"] - 0.01 * n
+        for key, value in found.items():
+            assert value == pytest.approx(want[key], rel=1e-5), (name, key)
+        ours = restored(folder / name / f"step-{n:08}")
+        for key, t in restored(alone / f"step-{n:08}").items():
+            if not key.endswith("c_attn.bias") and "c_attn.bias." not in key:  # a key's: noise
+                assert (ours[key] - t).abs().max() <= 2e-3 * t.abs().max(), (name, key)
+
+
+def test_as_many_processes_go_on_with_their_random_numbers(relays: Any) -> None:
+    whole, cut = (numbers(relays[0] / name) for name in ("whole", "cut"))
+    assert f"{2 * LEG} loss" in cut.keys() <= whole.keys()
+    assert cut == pytest.approx({key: whole[key] for key in cut}, rel=1e-6)
+
+
+# --- a step of several processes ---
+
+UNMASKED = [0, 2, 6, 11]  # of 11 sequences the first n have no targets, and so no part of each
 
 
 def group(rank: int, n: int) -> DistInfo:
     return DistInfo(CPU, rank, n, dist.group.WORLD if dist.is_initialized() else None)
-
-
-def compiled_steps(rank: int, n: int, backend: str) -> tuple[list[float], list[float], int]:
-    """Losses, eager and compiled, and the number of graphs."""
-    found: list[list[float]] = []
-    for on in (False, True):
-        torch.manual_seed(0)
-        model = GPT(GPTConfig(16, 65, 2, 2, 32, attention_backend="manual"))
-        setup = Setup.of(CPU, "float32", compile=on)
-        torch._dynamo.utils.counters.clear()
-        with mock.patch("torch.compile", partial(torch.compile, backend=backend)):
-            parallel.shard(model, group(rank, n), setup, None)
-        optimizer = build_optimizer(model, train.TrainConfig(learning_rate=1e-2), CPU)
-        losses = []
-        for _ in range(3):
-            x, y = (t.tensor_split(n)[rank] for t in torch.randint(-1, 65, (2, 4 * n, 16)))
-            losses.append(train.train_step(model, optimizer, setup.scaler(), setup.autocast,
-                                           x.clamp(min=0), y, 2, 1.0, torch.zeros(())))
-        with torch.no_grad():
-            losses.append(model(x.clamp(min=0), y)[1])
-        found.append([float(loss) for loss in losses])
-    return *found, torch._dynamo.utils.counters["stats"]["unique_graphs"]  # type: ignore[return-value]
-
-
-@pytest.mark.slow
-def test_compiled_blocks_and_head_learn_what_plain_ones_do() -> None:
-    for eager, compiled, graphs in processes.run(compiled_steps, 2, "aot_eager"):
-        torch.testing.assert_close(compiled, eager)
-        assert graphs == 4  # a block and the head with its loss, with gradients and without
-
-
-UNMASKED = [0, 2, 6, 11]  # of 11 sequences the first n have no targets, and so no part of each
 
 
 def stepped(rank: int, n: int) -> dict[str, Any]:
@@ -213,11 +208,10 @@ def stepped(rank: int, n: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("n", few([2, 3, 5]))
-def test_every_target_counts_once(n: int) -> None:
+def test_every_target_counts_once(relays: Any) -> None:
     """Masked or not; no targets are refused."""
     want = stepped(0, 1)
-    for found in [want, *processes.run(stepped, n)]:
+    for found in [want, *relays[1]]:
         for key, (loss, grads, bad) in found.items():
             whole, whole_grads, nan = want[f"whole {key.rpartition(' ')[2]}"]
             assert bad == nan == (key.endswith("11")), key
@@ -226,18 +220,14 @@ def test_every_target_counts_once(n: int) -> None:
                 torch.testing.assert_close(grads, whole_grads, rtol=1e-6, atol=1e-8, msg=key)
 
 
-# --- how a step is divided ---
-
-
-def test_what_samples_alone_has_all_weights_and_no_ring() -> None:
-    config = GPTConfig(16, 65, 1, 2, 32, attention_backend="tiled")
-    model = GPT(config, Policy(fallback=False)).eval()
-    assert gathered(model) is model
-    model.ring = Ring(None)  # which others would have to answer
-    alone = gathered(model).eval()
-    assert alone.ring is None and (alone.config, alone.policy) == (model.config, model.policy)
-    model.ring, x = None, torch.arange(5)[None]
-    assert torch.equal(alone(x)[0], model(x)[0])
+@pytest.mark.slow
+def test_compiled_blocks_and_head_learn_what_plain_ones_do(data_dir: Path, tmp_path: Path) -> None:
+    how = {**SMALL, **FSDP, "data_dir": data_dir, "max_iters": LEG, "bias": True}
+    lines = [words(tmp_path / f"{on}", **how, compile=on) for on in (False, True)]
+    processes.run(processes.trained, 2, lines, timeout=300)
+    want, found = (numbers(tmp_path / f"{on}") for on in (False, True))
+    assert f"{LEG} val_loss" in found and found.keys() <= want.keys()
+    assert found == pytest.approx({key: want[key] for key in found}, rel=1e-4)
 
 
 def test_any_number_of_processes_shares_a_step() -> None:
@@ -245,7 +235,7 @@ def test_any_number_of_processes_shares_a_step() -> None:
         for n in range(1, 9):
             shares = [len(part) for part in np.array_split(np.arange(sequences * most), n)]
             if (most == 1 and sequences % n) or sequences * most < n:
-                with pytest.raises(UserError, match="multiple"):
+                with pytest.raises(UserError, match=f"--gradient_accumulation_steps={sequences}"):
                     DistInfo(CPU, 0, n).micro_steps(most, sequences)
                 continue
             steps = DistInfo(CPU, 0, n).micro_steps(most, sequences)
@@ -253,11 +243,11 @@ def test_any_number_of_processes_shares_a_step() -> None:
             for share in shares:
                 sizes = [len(t) for t in torch.arange(share).tensor_split(steps)]
                 assert min(sizes) > 0 and max(sizes) <= most
-
-
-def test_the_processes_of_a_ring_have_the_same_sequences() -> None:
     places = [DistInfo(CPU, rank, 6, context_parallel=3).data for rank in range(6)]
-    assert places == [(0, 2)] * 3 + [(1, 2)] * 3
+    assert places == [(0, 2)] * 3 + [(1, 2)] * 3  # a ring's processes have the same sequences
+
+
+# --- how processes are begun, and left ---
 
 
 @pytest.mark.parametrize(("n", "size", "how", "named"), [
@@ -271,44 +261,60 @@ def test_what_does_not_go_with_fsdp(n: int, size: int | None, how: Any, named: s
         parallel.shard(None, everyone, Setup.of(CPU, **how), size)  # type: ignore[arg-type]
 
 
+LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
 @pytest.mark.parametrize("world, named", [
     ({}, "--context_parallel=2"), ({"WORLD_SIZE": "2"}, "RANK"), ({"RANK": "0"}, "WORLD_SIZE"),
     ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}, "RANK=2"),
     ({"LOCAL_RANK": "1"}, "RANK")])  # fmt: skip
-def test_a_ring_and_an_incomplete_launch_need_processes(world, named, monkeypatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in world.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match=named):
+def test_a_ring_and_an_incomplete_launch_need_processes(world, named) -> None:
+    clean = {name: x for name, x in os.environ.items() if name not in LAUNCH}
+    patched = mock.patch.dict(os.environ, clean | world, clear=True)
+    with patched, pytest.raises(UserError, match=named):
         DistInfo.join("cpu", 2)
 
 
-# --- under torchrun ---
-
-
 @pytest.fixture
-def torchrun(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What torchrun --nproc_per_node=1 tells its one process."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    told = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
-    for name, value in {**told, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
-        monkeypatch.setenv(name, str(value))
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
+def torchrun(tmp_path: Path) -> Iterator[DistInfo]:
+    """The one process of torchrun --nproc_per_node=1, joined."""
+    told = dict(zip(LAUNCH, ("0", "1", "0", "1", "127.0.0.1", "0")))
+    with mock.patch.dict(os.environ, told):
+        yield DistInfo.join("cpu")
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
-def test_one_process_under_torchrun_leaves_its_group(torchrun) -> None:
-    distributed = DistInfo.join("cpu")
-    assert dist.is_initialized() and distributed.world_size == 1
-    assert distributed.sum([2.0]) == [2.0] and distributed.gather("x") == ["x"]
+def test_one_process_under_torchrun_leaves_its_group(torchrun: DistInfo) -> None:
+    assert dist.is_initialized() and torchrun.world_size == 1
+    assert torchrun.sum([2.0]) == [2.0] and torchrun.gather("x") == ["x"]
     module = torch.nn.Linear(1, 1)
-    assert parallel.replicate(module, distributed) is module
-    distributed.leave()
+    assert parallel.replicate(module, torchrun) is module
+    torchrun.leave()
     assert not dist.is_initialized()
+
+
+def test_ddp_sends_gradients_once_a_step_whatever_the_micro_batches(torchrun: DistInfo) -> None:
+    sent: list[int] = []
+    begun: list[str] = []
+    model = GPT(GPTConfig(8, 16, 1, 1, 8))
+    module = parallel.replicate(model, DistInfo(CPU, world_size=2, control=dist.group.WORLD))
+
+    def send(state, bucket):
+        done: Any = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        sent.extend([begun.count("backward")] * bucket.is_last())
+        return done
+
+    module.register_comm_hook(None, send)
+    setup, x = Setup.of(CPU, "float32"), torch.randint(16, (6, 8))
+    optimizer = build_optimizer(model, train.TrainConfig(), CPU)
+    for micro_steps in (1, 3):
+        train.train_step(module, optimizer, setup.scaler(), setup.autocast, x, x, micro_steps, 1.0,
+                         torch.zeros(()), begun.append)
+        assert sent == [micro_steps]  # in the last one's backward pass
+        sent.clear()
+        begun.clear()
 
 
 def test_how_as_many_processes_are_started_again(monkeypatch) -> None:
@@ -325,34 +331,12 @@ def test_how_as_many_processes_are_started_again(monkeypatch) -> None:
 
 
 def test_before_the_first_checkpoint_the_advice_is_to_start_again(monkeypatch, tmp_path) -> None:
-    monkeypatch.setattr(sys, "argv", ["train.py", "config/my.py", "--out_dir=a b"])
-    checkpoint, run = tmp_path / "step-00000005", DistInfo(CPU)
-    checkpoint.mkdir()
-    os.utime(checkpoint, (run.began - 1, run.began - 1))  # an earlier run's
-    assert resume_command(str(tmp_path), run) == "python train.py config/my.py '--out_dir=a b'"
-    os.utime(checkpoint, (run.began + 1, run.began + 1))
-    resume = f"python train.py --init_from=resume --out_dir={tmp_path}"
-    assert resume_command(str(tmp_path), run) == resume
-
-
-def test_ddp_sends_gradients_once_a_step_whatever_the_micro_batches(torchrun) -> None:
-    distributed, sent, begun = DistInfo.join("cpu"), [], []
-    model = GPT(GPTConfig(8, 16, 1, 1, 8))
-    module = parallel.replicate(model, DistInfo(CPU, world_size=2, control=dist.group.WORLD))
-
-    def send(state, bucket):
-        done = torch.futures.Future()
-        done.set_result(bucket.buffer())
-        sent.extend([begun.count("backward")] * bucket.is_last())
-        return done
-
-    module.register_comm_hook(None, send)
-    setup, x = Setup.of(CPU, "float32"), torch.randint(16, (6, 8))
-    optimizer = build_optimizer(model, train.TrainConfig(), CPU)
-    for micro_steps in (1, 3):
-        train.train_step(module, optimizer, setup.scaler(), setup.autocast, x, x, micro_steps, 1.0,
-                         torch.zeros(()), begun.append)
-        assert sent == [micro_steps]  # in the last one's backward pass
-        sent.clear()
-        begun.clear()
-    distributed.leave()
+    given = ["train.py", "config/my.py", "--out_dir=a b"]
+    monkeypatch.setattr(sys, "argv", given)
+    folder, run = tmp_path / "step-00000005", DistInfo(CPU)
+    folder.mkdir()
+    resume = ["train.py", "--init_from=resume", f"--out_dir={tmp_path}"]
+    for seconds, words in ((-1, given), (1, resume)):  # an earlier run's, and this one's
+        os.utime(folder, (run.began + seconds, run.began + seconds))
+        said = shlex.split(checkpoint.resume_command(str(tmp_path), run))
+        assert said == ["python", *words]

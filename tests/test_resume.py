@@ -19,19 +19,19 @@ import numpy as np
 import pytest
 import torch
 from conftest import few
-from test_metrics import FakeWandb
-from test_train import Run, argv, make_data, refusal, run, run_line
+from test_metrics import called, fake_wandb
+from test_train import Run, make_data, refusal, run, run_line
 
 import checkpoint
 from core import files, metrics
 from model import GPT
 
-ROOT = Path(__file__).parent.parent
 # Dropout, two micro-steps and evaluations in between: whatever draws random numbers or keeps state.
 FULL: dict[str, Any] = {
     "max_iters": 40, "eval_interval": 10, "dropout": 0.2, "gradient_accumulation_steps": 2,
     "n_layer": 2, "eval_on_start": True,
 }
+TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 
 
 @pytest.fixture(scope="module")
@@ -41,49 +41,44 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def straight(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    r = run(data_dir, tmp_path_factory.mktemp("straight") / "out", **FULL)
+    out = tmp_path_factory.mktemp("straight") / "out"
+    r = run(data_dir, out, **FULL, keep_checkpoints=9)
     assert r.code == 0 and list(r.losses()) == list(range(1, 41))
     assert list(r.evaluations()) == [0, 10, 20, 30, 40]
     return r
 
 
 def same(r: Run, straight: Run) -> None:
-    assert r.losses() == straight.losses()
-    assert r.evaluations() == straight.evaluations()
+    assert r.losses() == straight.losses() and r.evaluations() == straight.evaluations()
     assert [row["iter"] for row in r.rows] == [row["iter"] for row in straight.rows]
 
 
-def line_to_go_on(r: Run) -> list[str]:
+def resume(out: Path, *words: str) -> Run:
+    return run_line(["--init_from=resume", f"--out_dir={out}", *words], out)
+
+
+def as_it_says(r: Run, out: Path) -> Run:
     (line,) = [x for x in r.out.splitlines() if "--init_from=resume" in x]
-    return shlex.split(line.split("python train.py ")[1])
+    return run_line(shlex.split(line.split("python train.py ")[1]), out)
+
+
+def steps(out: Path) -> list[int]:
+    return [int(p.name[5:]) for p in checkpoint.folders(out)]
 
 
 # --- killed, or asked to stop ---
 
-# Trains, and kills itself right after the row of step AT was written.
-KILL = """
-import os, signal, sys
-from core import metrics; import train
-at, log = int(sys.argv[1]), metrics.Metrics.log
-def then_die(self, **row):
-    log(self, **row)
-    if row["iter"] == at:
-        os.kill(os.getpid(), signal.SIGKILL)
-metrics.Metrics.log = then_die
-sys.exit(train.main(sys.argv[2:]))
-"""
 
-
-@pytest.mark.slow
 @pytest.mark.parametrize("at", [27, 20])
-def test_killed_the_losses_are_the_same(at, data_dir, tmp_path, straight):
-    """Also within a row of metrics.jsonl."""
-    out = tmp_path / "out"
-    line = [sys.executable, "-c", KILL, str(at), *argv(data_dir, out, **FULL)]
-    assert subprocess.run(line, cwd=ROOT).returncode == -signal.SIGKILL
-    assert max(row["iter"] for row in metrics.read(out / "metrics.jsonl")) == at
-    with (out / "metrics.jsonl").open("a") as f:
-        f.write('{"iter": 28, "lo')
+def test_killed_the_losses_are_the_same(at, straight, tmp_path):
+    """As a killed process leaves its folder: also within a row of metrics.jsonl."""
+    out = Path(shutil.copytree(straight.out_dir, tmp_path / "out"))
+    for folder in checkpoint.folders(out):
+        if int(folder.name[5:]) >= at:
+            shutil.rmtree(folder)
+    rows = [row for row in straight.rows if row["iter"] <= at]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (out / "metrics.jsonl").write_text(text + '{"iter": 28, "lo')
     r = resume(out)
     assert r.code == 0 and f"after step {(at - 1) // 10 * 10}" in r.out
     same(r, straight)
@@ -109,7 +104,7 @@ def in_step(step: int) -> Callable[[Any], bool]:
     return lambda model: model.training and next(calls) == 2 * step - 1
 
 
-@pytest.mark.parametrize("signum", few([signal.SIGTERM, signal.SIGINT, signal.SIGHUP]))
+@pytest.mark.parametrize("signum", few([TERM, INT, HUP]))
 @pytest.mark.parametrize("step", few([13, 1, 21]))  # 21: step 20 has been saved
 def test_a_signal_ends_the_step_saves_the_last_and_says_how_to_go_on(
     signum, step, data_dir, tmp_path, straight, monkeypatch
@@ -119,34 +114,8 @@ def test_a_signal_ends_the_step_saves_the_last_and_says_how_to_go_on(
     signalled(monkeypatch, (signum,), in_step(step))
     r = run(data_dir, out, **FULL)
     assert r.code == 128 + signum
-    assert max(r.losses(), default=0) == step - 1
-    assert [p.name for p in checkpoint.folders(out)][-1:] == [f"step-{step - 1:08}"][: step - 1]
-    line = line_to_go_on(r) if step > 1 else argv(data_dir, out, **FULL)
-    same(run_line(line, out), straight)
-
-
-@pytest.mark.parametrize("nohup", [False, True])
-@pytest.mark.parametrize("signals", [(1, 1), (1, 15), (15, 1)])
-def test_a_closed_terminal_may_repeat_its_signal(signals, nohup, data_dir, tmp_path, monkeypatch):
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
-    signalled(monkeypatch, signals, in_step(2))
-    r = run(data_dir, tmp_path / "out", **FULL | {"max_iters": 3})
-    signal.signal(signal.SIGHUP, before)
-    code = 0 if nohup and signals == (1, 1) else 143 if nohup else 128 + signals[0]
-    assert (r.code, checkpoint.latest(tmp_path / "out").name[-1]) == (code, "1" if code else "3")
-
-
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("how", ["eval_only", "eval_on_start", "sample_tokens"])
-def test_a_signal_before_and_after_the_steps(signum, how, data_dir, tmp_path, monkeypatch):
-    out = tmp_path / "out"
-    sampling = how == "sample_tokens"
-    signalled(monkeypatch, (signum,),
-              lambda model: not model.training and bool(not sampling or checkpoint.folders(out)))
-    r = run(data_dir, out, max_iters=1, **{how: 5 if sampling else True})
-    assert r.code == 128 + signum and "Traceback" not in r.out + r.err
-    assert out.exists() == (how != "eval_only")
-    assert len(checkpoint.folders(out)) == sampling
+    assert max(r.losses(), default=0) == step - 1 and steps(out)[-1:] == [step - 1][: step - 1]
+    same(as_it_says(r, out) if step > 1 else run(data_dir, out, **FULL), straight)
 
 
 @pytest.mark.slow
@@ -160,13 +129,34 @@ def test_a_signal_ends_an_evaluation_which_the_resumed_run_repeats(
         rows = metrics.read(out / "metrics.jsonl")
         return not model.training and bool(rows) and rows[-1]["iter"] == at
 
-    signalled(monkeypatch, (signal.SIGTERM,), evaluating)
+    signalled(monkeypatch, (TERM,), evaluating)
     r = run(data_dir, out, **FULL)
-    assert r.code == 128 + signal.SIGTERM and max(r.evaluations()) == at - 10
+    assert r.code == 128 + TERM and max(r.evaluations()) == at - 10
     assert checkpoint.load(checkpoint.latest(out)).step == at
-    resumed = resume(out)
-    assert resumed.code == 0 and resumed.evaluations() == straight.evaluations()
-    assert resumed.losses() == straight.losses()
+    same(resume(out), straight)
+
+
+@pytest.mark.parametrize("nohup", [False, True])
+@pytest.mark.parametrize("signals", [(1, 1), (1, 15), (15, 1)])
+def test_a_closed_terminal_may_repeat_its_signal(signals, nohup, data_dir, tmp_path, monkeypatch):
+    before = signal.signal(HUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
+    signalled(monkeypatch, signals, in_step(2))
+    r = run(data_dir, tmp_path / "out", **FULL | {"max_iters": 3})
+    signal.signal(HUP, before)
+    code = 0 if nohup and signals == (1, 1) else 143 if nohup else 128 + signals[0]
+    assert (r.code, steps(tmp_path / "out")[-1]) == (code, 1 if code else 3)
+
+
+@pytest.mark.parametrize("signum", [TERM, INT])
+@pytest.mark.parametrize("how", ["eval_only", "eval_on_start", "sample_tokens"])
+def test_a_signal_before_and_after_the_steps(signum, how, data_dir, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    sampling = how == "sample_tokens"
+    signalled(monkeypatch, (signum,),
+              lambda model: not model.training and bool(not sampling or checkpoint.folders(out)))
+    r = run(data_dir, out, max_iters=1, **{how: 5 if sampling else True})
+    assert r.code == 128 + signum and "Traceback" not in r.out + r.err
+    assert out.exists() == (how != "eval_only") and len(steps(out)) == sampling
 
 
 @pytest.mark.slow
@@ -177,40 +167,16 @@ def test_the_loss_scale_goes_on(data_dir, tmp_path, monkeypatch):
     knobs, out = {**FULL, "dtype": "float16", "max_iters": 30}, tmp_path / "out"
     want = run(data_dir, tmp_path / "straight", **knobs)
     with monkeypatch.context() as patch:
-        signalled(patch, (signal.SIGTERM,), in_step(15))
+        signalled(patch, (TERM,), in_step(15))
         r = run(data_dir, out, **knobs)
     saved = checkpoint.load(checkpoint.latest(out)).rest()["scaler"]
     assert saved["scale"] != 2.0**24 and saved["_growth_tracker"] > 0
-    same(run_line(line_to_go_on(r), out), want)
+    same(as_it_says(r, out), want)
     ends = [checkpoint.load(checkpoint.latest(p)).rest() for p in (out, tmp_path / "straight")]
     assert ends[0]["scaler"] == ends[1]["scaler"]
 
 
 # --- what a resumed run takes from where ---
-
-
-def test_another_batch_size_goes_on_after_the_last_sequence(data_dir, tmp_path):
-    """Constant weights: two steps of two sequences have the mean loss of four."""
-    still: dict[str, Any] = {"learning_rate": 1e-30, "eval_interval": 10}
-    want = run(data_dir, tmp_path / "want", **still, max_iters=12).losses()
-    assert run(data_dir, tmp_path / "out", **still, max_iters=10).code == 0
-    r = resume(tmp_path / "out", "--max_iters=14", "--batch_size=2")
-    found = r.losses()
-    for step in (11, 12):
-        pair = found[2 * step - 11] + found[2 * step - 10]
-        assert pair / 2 == pytest.approx(want[step], rel=1e-6)
-    assert "2 sequences, before 4" in r.out
-    state = checkpoint.load(checkpoint.latest(tmp_path / "out")).state
-    assert state["sequences_seen"] == 48
-
-
-def test_a_run_in_parts_goes_on_whole(out):
-    path = checkpoint.latest(out) / "settings.json"
-    settings = json.loads(path.read_text())
-    train = {**settings["train"], "parallel": "fsdp", "context_parallel": 2, "shard_size": 2}
-    path.write_text(json.dumps({**settings, "train": train}))
-    r = resume(out, "--max_iters=12")
-    assert r.code == 0 and max(r.losses()) == 12, r.err
 
 
 @pytest.fixture(scope="module")
@@ -226,55 +192,58 @@ def out(ten: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(ten, tmp_path / "out"))
 
 
-def resume(out: Path, *words: str) -> Run:
-    return run_line(["--init_from=resume", f"--out_dir={out}", *words], out)
+def state(out: Path) -> dict[str, Any]:
+    return checkpoint.load(checkpoint.latest(out)).state
 
 
-def test_a_knob_that_is_given_anew_is_taken(out, monkeypatch):
-    seen: list[list[dict[str, Any]]] = []
-    step = torch.optim.AdamW.step
+def test_another_batch_size_goes_on_after_the_last_sequence(data_dir, tmp_path):
+    """Constant weights: two steps of two sequences have the mean loss of four."""
+    still: dict[str, Any] = {"learning_rate": 1e-30, "eval_interval": 10}
+    want = run(data_dir, tmp_path / "want", **still, max_iters=12).losses()
+    assert run(data_dir, tmp_path / "out", **still, max_iters=10).code == 0
+    r = resume(tmp_path / "out", "--max_iters=14", "--batch_size=2")
+    found = r.losses()
+    for step in (11, 12):
+        pair = found[2 * step - 11] + found[2 * step - 10]
+        assert pair / 2 == pytest.approx(want[step], rel=1e-6)
+    assert state(tmp_path / "out")["sequences_seen"] == 48
 
-    def spy(self: Any, *args: Any) -> Any:
-        seen.append([{k: v for k, v in g.items() if k != "params"} for g in self.param_groups])
-        return step(self, *args)
 
-    monkeypatch.setattr(torch.optim.AdamW, "step", spy)
+def test_a_knob_that_is_given_anew_is_taken(out):
     r = resume(out, "--max_iters=11", "--weight_decay=0.5", "--beta1=0.7", "--beta2=0.8",
                "--learning_rate=1e-5", "--decay_lr=False", "--dropout=0.25",
                "--attention_backend=manual", "--attention_window=8")
     assert r.code == 0
-    model = checkpoint.load(checkpoint.latest(out)).config()
+    saved = checkpoint.load(checkpoint.latest(out))
+    model, groups = saved.config(), saved.rest()["optimizer"]["param_groups"]
     assert (model.dropout, model.attention_backend, model.attention_window) == (0.25, "manual", 8)
-    (groups,) = seen
     assert [g["weight_decay"] for g in groups] == [0.5, 0.0]
     assert all(tuple(g["betas"]) == (0.7, 0.8) and g["lr"] == 1e-5 for g in groups)
     assert "weight_decay" in r.out and "command line" in r.out and "step-00000010" in r.out
 
 
 def test_more_steps_than_the_schedule_has_are_at_its_lowest_rate(out):
-    run = resume(out, "--max_iters=12")
-    rates = [row["lr"] for row in run.rows if "lr" in row]
-    assert "--lr_decay_iters=10" in run.out and rates[-2:] == pytest.approx([1e-3] * 2)
+    r = resume(out, "--max_iters=12")
+    rates = [row["lr"] for row in r.rows if "lr" in row]
+    assert "--lr_decay_iters=10" in r.out and rates[-2:] == pytest.approx([1e-3] * 2)
 
 
 def test_the_best_loss_is_remembered_and_its_checkpoint_kept(out):
-    best = checkpoint.load(checkpoint.latest(out)).state["val_loss"]
+    best = state(out)["val_loss"]
     r = resume(out, "--max_iters=40", "--learning_rate=3", "--decay_lr=False", "--log_interval=40")
     assert r.code == 0 and all(val > best for _, val in list(r.evaluations().values())[2:])
-    assert checkpoint.load(checkpoint.latest(out)).state["best_val_loss"] == best
-    assert [p.name[-2:] for p in checkpoint.folders(out)] == ["10", "35", "40"]
+    assert state(out)["best_val_loss"] == best and steps(out) == [10, 35, 40]
     more = "--max_iters=42", "--eval_interval=1", "--keep_checkpoints=1"
     assert resume(out, *more).code == 0  # from one far above it
-    assert checkpoint.load(checkpoint.latest(out)).state["best_val_loss"] == best
-    assert [p.name[-2:] for p in checkpoint.folders(out)] == ["10", "42"]
+    assert state(out)["best_val_loss"] == best and steps(out) == [10, 42]
 
 
 @pytest.mark.parametrize("change", ["data", "eval_iters=1", "batch_size=1"])
 def test_another_evaluation_begins_a_new_best(change, out, data_dir, tmp_path):
     """Not the same data elsewhere."""
-    state = checkpoint.latest(out) / "train_state.json"
-    saved = json.loads(state.read_text())
-    state.write_text(json.dumps(saved | {"val_loss": 0.0, "best_val_loss": 0.0}))
+    path = checkpoint.latest(out) / "train_state.json"
+    saved = json.loads(path.read_text())
+    path.write_text(json.dumps(saved | {"val_loss": 0.0, "best_val_loss": 0.0}))
     shutil.copytree(data_dir / "tiny", other := tmp_path / "other" / "tiny")
     more = "--eval_interval=2", "--keep_checkpoints=1", f"--dataset={other}"
     r = resume(out, "--max_iters=14", *more)
@@ -286,24 +255,23 @@ def test_another_evaluation_begins_a_new_best(change, out, data_dir, tmp_path):
     r = resume(out, "--max_iters=18", *more, *[f"--{change}"] * (change != "data"))
     (line,) = [line for line in r.out.splitlines() if "new best" in line]
     assert r.code == 0 and change.split("=")[0] in line
-    found = checkpoint.load(checkpoint.latest(out)).state["best_val_loss"]
-    assert found == min(val for step, (_, val) in r.evaluations().items() if step > 14)
-    assert checkpoint.folders(out)[0] >= out / "step-00000016" and checkpoint.best_folder(out)
-    assert resume(out, "--max_iters=20", *more).out.count("new best") == 0
+    found = min(val for step, (_, val) in r.evaluations().items() if step > 14)
+    assert state(out)["best_val_loss"] == found and steps(out)[0] >= 16
+    assert "new best" not in resume(out, "--max_iters=20", *more).out
 
 
 def test_a_fresh_run_in_an_old_folder_is_not_mixed_with_it(data_dir, out):
-    steps, rows = [p.name for p in checkpoint.folders(out)], (out / "metrics.jsonl").read_bytes()
-    fresh = run(data_dir, out, max_iters=4, eval_interval=2, seed=5)
-    aside = out / "earlier-1"
-    assert fresh.code == 0 and str(aside) in fresh.out
-    assert [p.name for p in checkpoint.folders(aside)] == steps
-    assert (aside / "metrics.jsonl").read_bytes() == rows and (aside / "loss.png").exists()
-    assert list(fresh.losses()) == [1, 2, 3, 4]
-    state = checkpoint.load(checkpoint.latest(out)).state
+    (out / "notes.txt").touch()
+    for aside in (out / "earlier-1", out / "earlier-2"):
+        before, rows = steps(out), (out / "metrics.jsonl").read_bytes()
+        fresh = run(data_dir, out, max_iters=4, eval_interval=2, seed=5)
+        assert fresh.code == 0 and str(aside) in fresh.out and steps(aside) == before
+        assert {p.name for p in aside.glob("*.*")} == {"metrics.jsonl", "loss.png"}
+        assert (aside / "metrics.jsonl").read_bytes() == rows
+        assert list(fresh.losses()) == [1, 2, 3, 4] and (out / "notes.txt").exists()
     losses = [val for _, val in fresh.evaluations().values()]
-    assert (state["step"], state["sequences_seen"], state["val_loss"]) == (4, 16, losses[-1])
-    assert state["best_val_loss"] == min(losses)
+    want = {"step": 4, "sequences_seen": 16, "val_loss": losses[-1], "best_val_loss": min(losses)}
+    assert want.items() <= state(out).items()
     r = resume(out, "--max_iters=6")
     assert r.code == 0 and "after step 4" in r.out
 
@@ -325,14 +293,6 @@ def test_the_advice_after_damage_is_a_command(out, tmp_path):
     r = run_line([*done.stdout.split("\0")[1:-1], "--max_iters=12"], out)
     assert r.code == 0 and "after step 5" in r.out
 
-
-def test_a_link_to_a_checkpoint_is_deleted_and_its_folder_stays(out, tmp_path):
-    old = checkpoint.folders(out)[0]
-    kept = Path(shutil.move(old, tmp_path / "kept"))
-    old.symlink_to(kept)
-    assert resume(out, "--max_iters=14", "--eval_interval=1", "--keep_checkpoints=1").code == 0
-    assert (kept / "model.safetensors").exists()
-    assert len(checkpoint.folders(out)) <= 2 and not [*out.glob("*partial*")]
 
 @pytest.mark.parametrize("sandbox", [False, True])
 def test_a_folder_in_use_is_refused(data_dir, out, monkeypatch, sandbox):
@@ -362,27 +322,38 @@ def test_a_folder_that_is_deleted_during_a_run(data_dir, tmp_path, monkeypatch, 
     monkeypatch.setattr(metrics.Metrics, "log", then_delete)
     r = run(data_dir, out, max_iters=6, eval_interval=2)
     assert "--out_dir" in seen[0] and r.code == 0 and str(out) in caplog.text
-    assert [p.name for p in checkpoint.folders(out)] == ["step-00000004", "step-00000006"]
-    assert resume(out, "--max_iters=7").code == 0
+    assert steps(out) == [4, 6] and resume(out, "--max_iters=7").code == 0
+
+
+def test_a_link_to_a_checkpoint_is_deleted_and_its_folder_stays(out, tmp_path):
+    old = checkpoint.folders(out)[0]
+    kept = Path(shutil.move(old, tmp_path / "kept"))
+    old.symlink_to(kept)
+    assert resume(out, "--max_iters=14", "--eval_interval=1", "--keep_checkpoints=1").code == 0
+    assert (kept / "model.safetensors").exists()
+    assert len(steps(out)) <= 2 and not [*out.glob("*partial*")]
 
 
 @pytest.mark.parametrize("hard", [False, True])
-@pytest.mark.parametrize("name", [".lock", "metrics.jsonl", "loss.png", "wandb_id.txt"])
-def test_no_file_of_a_run_is_written_through_a_link(name, hard, out, monkeypatch, caplog):
-    monkeypatch.setitem(sys.modules, "wandb", FakeWandb())
-    (target := out.parent / "target").write_bytes(content := (out / "metrics.jsonl").read_bytes())
-    (path := out / name).unlink(missing_ok=True)
-    path.hardlink_to(target) if hard else path.symlink_to(target)
-    r = resume(out, "--max_iters=11", "--wandb_log=True")
-    assert target.read_bytes() == content
-    if name == ".lock" or (name == "metrics.jsonl" and not hard):
-        assert str(path) in refusal(r)
-    else:
-        assert r.code == 0 and (hard or str(path) in caplog.text)
+def test_no_file_of_a_run_is_written_through_a_link(hard, out, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "wandb", fake_wandb())
+    content = (out / "metrics.jsonl").read_bytes()
+    for step, name in enumerate((".lock", "metrics.jsonl", "loss.png", "wandb_id.txt"), 11):
+        caplog.clear()
+        (target := out.parent / name).write_bytes(content)
+        (path := out / name).unlink(missing_ok=True)
+        path.hardlink_to(target) if hard else path.symlink_to(target)
+        r = resume(out, f"--max_iters={step}", "--wandb_log=True")
+        assert target.read_bytes() == content
+        if name == ".lock" or (name == "metrics.jsonl" and not hard):
+            assert str(path) in refusal(r)
+            path.unlink()
+        else:
+            assert r.code == 0 and (hard or str(path) in caplog.text)
 
 
 def test_wandb_is_resumed_in_the_folder_of_its_run_only(out, monkeypatch, caplog):
-    monkeypatch.setitem(sys.modules, "wandb", wandb := FakeWandb())
+    monkeypatch.setitem(sys.modules, "wandb", wandb := fake_wandb())
     wandb.id = "abc"
     words = "--wandb_log=True", "--wandb_project=theirs"
     assert resume(out, "--max_iters=11", *words).code == 0
@@ -391,6 +362,6 @@ def test_wandb_is_resumed_in_the_folder_of_its_run_only(out, monkeypatch, caplog
     (out / "wandb_id.txt").unlink()  # as a folder from somebody else
     assert resume(out, "--max_iters=13").code == 0
     assert resume(out, "--max_iters=14", "--wandb_log=True").code == 0
-    calls = [args[0] for name, *args in wandb.calls if name == "init"]
-    assert [c["project"] for c in calls] == ["theirs", "theirs", "nanoattn"]
-    assert [c.get("id") for c in calls] == [None, "abc", None]
+    begun = [begun.kwargs for begun in called(wandb, "init")]
+    assert [how["project"] for how in begun] == ["theirs", "theirs", "nanoattn"]
+    assert [how.get("id") for how in begun] == [None, "abc", None]

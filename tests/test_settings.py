@@ -49,7 +49,6 @@ class Config:
         check_fields(self)
 
 
-ALIASES = {"blocks": "n_layer"}
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
 VALID: dict[str, Any] = {
     "n_layer": st.integers(1, 10**6),
@@ -147,19 +146,14 @@ def test_every_default_of_every_command_may_be_given(cls: type, tmp_path: Path) 
 ])  # fmt: skip
 def test_other_spellings(tmp_path: Path, words: str, expected: dict[str, Any]) -> None:
     file = config_file(tmp_path, "n_layer = 7\n")
-    loaded = read(Config, words.replace("c.py", file).split(), aliases=ALIASES)
+    loaded = read(Config, words.replace("c.py", file).split(), aliases={"blocks": "n_layer"})
     assert loaded.settings == Config(**expected)
-
-
-def test_bare_words_of_a_command() -> None:
     assert read(Config, ["x y"], positional="name").settings.name == "x y"
     assert read(Config, ["a", "b"], positional="start").settings.start == ("a", "b")
-    with pytest.raises(UserError, match="name"):
-        read(Config, ["a", "b"], positional="name")
 
 
-def test_a_helping_variable_is_no_setting_and_an_ignored_name_leaves_a_note(tmp_path: Path) -> None:
-    """As exec() reads the file in nanoGPT."""
+def test_names_that_no_setting_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A note, as exec() reads the file in nanoGPT; or an error with the nearest name."""
     text = '"""\nn_layer = 99\n"""\ngpus = 2\nn_layer = 3 * gpus\nsaving = False\n'
     first, names = config_file(tmp_path, text, "a.py"), {}
     exec(text, names)
@@ -169,15 +163,18 @@ def test_a_helping_variable_is_no_setting_and_an_ignored_name_leaves_a_note(tmp_
     assert set(loaded.origins) == {"n_layer", "window"}
     saving, other = loaded.notes
     assert f"{first}:6" in saving and "why" in saving and "because" in other
-    for argv in (["--gpus=2"], [config_file(tmp_path, "gpus = 2")]):
-        with pytest.raises(UserError, match="gpus"):
-            read(Config, argv)
-
-
-def test_a_typo_is_an_error_with_the_nearest_name(tmp_path: Path) -> None:
-    for argv in (["--n_layr=3"], [config_file(tmp_path, "n_layers = 3\n")]):
-        with pytest.raises(UserError, match=r"n_lay.*'(--)?n_layer'"):
-            read(Config, argv)
+    typo = config_file(tmp_path, "n_layers = 3\n", "c.py")
+    unused = config_file(tmp_path, "gpus = 2", "d.py")
+    for words, named in (
+        (["--gpus=2"], "--gpus"), (["--n_layr=3"], "n_layr.*--n_layer"), ([typo], "n_layers.*'n_l"),
+        (["/dev/zero"], "/dev/zero"), ([unused], "gpus"),
+        (["train_gtp2.py"], r"config/train_gpt2\.py"),
+    ):  # fmt: skip
+        with monkeypatch.context() as patch, pytest.raises(UserError, match=named):
+            patch.chdir(ROOT)
+            read(Config, words)
+    with pytest.raises(UserError, match="name"):
+        read(Config, ["a", "b"], positional="name")
 
 
 @settings(deadline=None)
@@ -200,12 +197,14 @@ BAD = [  # lines of a file: calls, other names, what takes for ever, what is no 
     "n_layer = open('x')", "from os import *", "n_layer = __import__('os').getpid()",
     "n_layer = 2 * heads", "n_layer = 2 * window", "n_layer = ", "n_layer = 1 / 0", "rate = 1e999",
     "name = 'a' * 10**12", "n_layer = 9 ** 9 ** 9", "n_layer = 1 << 10**12",
-    "n_layer = round(1, -10**9)", "lengths = [1] * 10**12", "lengths = {1, 2}", "name = b'x'",
-    "lengths = [x for x in (1, 2)]", "name = f'{n_layer:9999999999}'", "n_layer = lengths[0]",
-    "del n_layer", "n_layer = " + "-" * 9999 + "1", "n_layer = " + "(" * 300 + "1" + ")" * 300,
-    "n_layer = 1" + " + 1" * 9999, "name = str(" * 3000 + "1" + ")" * 3000, "# " + "x" * 10**6,
-    "n_layer += 1", "x = f'{name}{name}{name}{name}'\nname = f'" + "{x}" * 9999 + "'",
-    *("\n".join([f"x = {first}", *[line] * 4000, "name = str(x)"]) for first, line in (  # it grows
+    "n_layer = round(1, -10**9)", "name = f'{n_layer:9999999999}'", "lengths = [1] * 10**12",
+    "lengths = {1, 2}", "lengths = [x for x in (1, 2)]", "name = b'x'", "name = '\0'",
+    "n_layer = lengths[0]", "n_layer += 1", "del n_layer",
+    "n_layer = " + "-" * 9999 + "1", "n_layer = " + "(" * 300 + "1" + ")" * 300,
+    "n_layer = 1" + " + 1" * 9999, "name = str(" * 3000 + "1" + ")" * 3000,
+    "name = f'" + "{name}" * 3000 + "'", "# " + "x" * 10**6,
+    "x = f'{name}{name}{name}{name}'\nname = f'" + "{x}" * 9999 + "'",
+    *("\n".join([f"x = {first}", *[line] * 40, "name = str(x)"]) for first, line in (  # it grows
         ("'ab'", "x = x + x"), ("'ab'", "x = f'{x}{x}'"), ("3", "x = x ** 60"), ("1", "x = [x, x]"),
         ("[1]", "x = str(x) + str(x)"), ("1", "x = int(str(x) + str(x))"))),
 ]  # fmt: skip
@@ -220,14 +219,6 @@ def test_what_a_file_cannot_have_is_one_error(tmp_path: Path, line: str) -> None
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert len(str(error.value)) < 500 + len(path) and peak < 2**27
-
-
-def test_a_file_that_is_not_there_or_has_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    with pytest.raises(UserError, match="/dev/zero"):
-        read(Config, ["/dev/zero"])
-    with pytest.raises(UserError, match=r"config/train_gpt2\.py"):  # the nearest one
-        read(Config, ["elsewhere/train_gtp2.py"])
 
 
 @given(given_values)
@@ -259,14 +250,16 @@ def test_torchrun_shows_a_mistake_once(ranks: str, shown: str, tmp_path: Path) -
     (tmp_path / "program.py").write_text(f"""import os, time
 from core.settings import exit_on_user_error as run
 run(lambda: open("/no/file") if os.environ["RANK"] in "{ranks}" else time.sleep(60))""")
-    done = bash(f'"$PY" -m torch.distributed.run --standalone --nproc_per_node=2 {tmp_path}/*.py')
+    done = python("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+                  f"{tmp_path}/program.py")
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error")]
     assert done.returncode == 1 and line.startswith(shown) and "/no/file" in line
 
 
-def python(code: str, *words: str, **how: Any) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-c", code, *words]
-    return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, **how)
+def python(*words: str, **more: str) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"PYTHONPATH": str(ROOT)} | more
+    line = [sys.executable, *words]
+    return subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True)
 
 
 def test_help_shows_comments_and_the_values_of_a_file_without_torch(tmp_path: Path) -> None:
@@ -279,70 +272,62 @@ for program in ("train.py", "sample.py", "explain.py"):
         runpy.run_path(program, run_name="__main__")
     except SystemExit as e:
         print(program, e.code)"""
-    shown = python(code, file).stdout
+    shown = python("-c", code, file).stdout
     assert all(f"{program}.py 0" in shown for program in ("train", "sample", "explain")), shown
     assert "--n_layer" in shown and "77" in shown and shown.count("--init_from") >= 3
     assert "probability; 0 for" in shown
 
 
-RUN = "from core.settings import exit_on_user_error as run; run"
-
-
-def bash(line: str) -> subprocess.CompletedProcess[str]:
-    env = os.environ | {"PYTHONPATH": str(ROOT), "PY": sys.executable}
-    line = f"set -o pipefail; {line}"
-    return subprocess.run(["bash", "-c", line], env=env, capture_output=True, text=True)
-
-
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="writes to /dev/full")
-@pytest.mark.parametrize("to, code", [
-    ("| head -c 1", 1), ("> /dev/full", 2), ("> /dev/null 2>&-", 0)])
-def test_a_closed_pipe_is_quiet_and_a_full_disk_one_line(to: str, code: int) -> None:
-    done = bash(f"\"$PY\" -c \"{RUN}(lambda: print('x' * 99999))\" {to}")
-    assert done.returncode == code and done.stderr.count("\n") == (code == 2)
-
-
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="writes to /dev/full")
-@pytest.mark.parametrize("to, out, err", [
-    ("2> err | true", 0, 1), ("2> /dev/full > out", 1, 0), ("> /dev/full 2>&1", 0, 0),
-    ("<&- >&- 2>&-", 0, 0)])
-def test_a_lasting_command_ends_well_without_its_streams(to, out, err, tmp_path: Path) -> None:
-    """One warning on the other stream, none in files."""
-    program = """import sys, time
+RUN = "from core.settings import exit_on_user_error as run\n"
+PRINTS = RUN + "run(lambda: print('x' * 99999))"
+LASTS = f"""{RUN}import sys, time
 def main():
     with open(sys.argv[1] + "/result", "w") as f:
         time.sleep(0.3)
         for i in range(3):
             print(i, flush=True), print(i, file=sys.stderr, flush=True)
         f.write("complete")
-""" + f"{RUN}(main, lasting=True)"
-    to = to.replace(" err", f" {tmp_path}/err").replace(" out", f" {tmp_path}/out")
-    assert bash(f"\"$PY\" -c '{program}' {tmp_path} {to}").returncode == 0
+run(main, lasting=True)"""
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="writes to /dev/full")
+@pytest.mark.parametrize("program, to, code, out, err", [
+    (PRINTS, "2> err | head -c 1", 1, 0, 0), (PRINTS, "2> err > /dev/full", 2, 0, 1),
+    (PRINTS, "> /dev/null 2>&-", 0, 0, 0), (LASTS, "2> err | true", 0, 0, 1),
+    (LASTS, "2> /dev/full > out", 0, 1, 0), (LASTS, "> /dev/full 2>&1", 0, 0, 0),
+    (LASTS, "<&- >&- 2>&-", 0, 0, 0)])  # fmt: skip
+def test_closed_pipes_and_full_disks(program, to, code, out, err, tmp_path: Path) -> None:
+    """One line on the stream that is left. A lasting command goes on to its end."""
+    env = os.environ | {"PYTHONPATH": str(ROOT), "PY": sys.executable, "PROGRAM": program}
+    line = f"set -o pipefail; \"$PY\" -c \"$PROGRAM\" {tmp_path} {to}"
+    line = line.replace(" err", f" {tmp_path}/err").replace(" out", f" {tmp_path}/out")
+    assert subprocess.run(["bash", "-c", line], env=env).returncode == code
     texts = {p.name: p.read_text() for p in tmp_path.iterdir()}
-    assert texts.pop("result") == "complete"
-    assert [texts.get(name, "").count("WARNING") for name in ("out", "err")] == [out, err]
+    assert texts.pop("result", "complete") == "complete"
+    said = [[x for x in texts.get(name, "").splitlines() if ":" in x] for name in ("out", "err")]
+    assert [*map(len, said)] == [out, err]
 
 
 @pytest.mark.parametrize("lasting", [True, False])
 def test_texts_steer_no_terminal_and_pipes_have_them_as_they_are(lasting: bool) -> None:
     text = "a\x1b[31m\x9b2J\r\x07\x7f\t\u00e9\u4e00\n"
-    program = f"{RUN}(lambda: print({text!r}, end=''), lasting={lasting})"
+    line = [sys.executable, "-c", f"{RUN}run(lambda: print({text!r}, end=''), lasting={lasting})"]
     how: Any = {"cwd": ROOT, "env": os.environ | {"PYTHONIOENCODING": "utf-8"}}
-    piped = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, **how)
-    assert piped.stdout == text.encode()
+    assert subprocess.run(line, stdout=subprocess.PIPE, **how).stdout == text.encode()
     ours, theirs = pty.openpty()
-    subprocess.run([sys.executable, "-c", program], stdout=theirs, **how)
+    subprocess.run(line, stdout=theirs, **how)
     os.close(theirs)
     shown = os.read(ours, 999).decode()
     os.close(ours)
-    assert shown == "a\\x1b[31m\\x9b2J\\r\\x07\\x7f\t\u00e9\u4e00\r\n"  # the terminal adds \r
+    assert shown == "a\\x1b[31m\\x9b2J\\r\\x07\\x7f\t\u00e9\u4e00\r\n"  # it adds \r
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("signum, early", few(
+    [(n, early) for early in (False, True)
+     for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)], 2))  # fmt: skip
 def test_signals_are_one_line_and_their_exit_code(signum: int, early: bool) -> None:
     """Signals during imports too, with a shell's exit code."""
-    done = python(f"""
+    done = python("-c", f"""
 import os, time
 from dataclasses import dataclass
 from core.settings import exit_on_user_error, read_early
@@ -370,18 +355,37 @@ KILL = "import os, signal\ntry: os.kill(os.getpid(), signal.SIGINT)\nexcept Base
 
 @pytest.mark.parametrize("line", few([
     "train.py", "-m checkpoint export x", "sample.py", "explain.py", "bench_mfu.py",
-    "-m bench.compare x", "-m bench.evaluate"], 2))
+    "-m bench.compare x", "-m bench.evaluate"]))
 def test_an_interrupt_is_not_lost(line: str, tmp_path: Path) -> None:
     """Even if an import would catch it."""
     (tmp_path / "torch.py").write_text(KILL)
-    done = subprocess.run([sys.executable, *line.split()], capture_output=True, text=True, cwd=ROOT,
-                          env=os.environ | {"PYTHONPATH": str(tmp_path)})
+    done = python(*line.split(), PYTHONPATH=str(tmp_path))
     assert done.returncode in (130, -signal.SIGINT) and "Traceback" not in done.stderr
 
 
-@pytest.mark.slow
-def test_an_interrupt_ends_measuring() -> None:
-    done = python("""import os, runpy, sys; from attention.machine import timing
-timing.measure = lambda *args, **options: os.kill(os.getpid(), 2)
-sys.argv = ["attention"]; runpy.run_module("attention", run_name="__main__")""")
-    assert done.returncode in (130, -signal.SIGINT) and "Traceback" not in done.stderr
+WAITS = """import os
+from core.terminal import wait_passively
+wait_passively()
+print("policy", os.environ.get("OMP_WAIT_POLICY"))"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc/stat")
+def test_on_a_busy_machine_idle_threads_sleep_unless_the_user_says_so() -> None:
+    """While every core spins."""
+    spin = [sys.executable, "-c", "while True: pass"]
+    unset = {n: x for n, x in os.environ.items() if n not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+    cases = [({}, "passive"), ({"OMP_WAIT_POLICY": "active"}, "active"),
+             ({"GOMP_SPINCOUNT": "10000"}, "None"), ({"OMP_NUM_THREADS": "1"}, "None")]
+    others = [subprocess.Popen(spin) for _ in range(2 * (os.cpu_count() or 1))]
+    try:
+        programs = [subprocess.Popen(
+            [sys.executable, "-c", WAITS], cwd=ROOT, env={**unset, "OMP_NUM_THREADS": "2", **env},
+            text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for env, _ in cases]
+        found = [program.communicate() for program in programs]
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+    for (out, err), (env, policy) in zip(found, cases, strict=True):
+        assert out == f"policy {policy}\n", env
+        assert bool(err) == (not env)  # what it does it says

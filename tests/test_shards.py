@@ -47,7 +47,7 @@ def refused(source: Path, out: Path) -> str:
 
 @pytest.mark.parametrize("header", [True, False])
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(1, 8), st.integers(0, 9))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_batches_are_those_of_one_file(
     tmp_path_factory: pytest.TempPathFactory, header: bool, sizes: list[int], T: int, seed: int
 ) -> None:
@@ -85,15 +85,6 @@ def fw(tmp_path: Path) -> Path:
 
 TINY: dict[str, Any] = {"dataset": "fw", "vocab_size": 50257, "n_embd": 2, "n_head": 1,
                         "max_iters": 4}
-
-
-@pytest.mark.slow
-def test_a_run_on_shards_and_its_resumption(fw: Path) -> None:
-    straight = run(fw, fw / "a", **TINY)
-    assert straight.code == 0, straight.err
-    run(fw, fw / "b", **TINY | {"max_iters": 2, "lr_decay_iters": 4})
-    again = run(fw, fw / "b", **TINY, init_from="resume")
-    assert again.losses() == straight.losses() and len(again.losses()) == 4
 
 
 @pytest.mark.parametrize("change", ["longer", "as long", "gone"])
@@ -138,23 +129,22 @@ def test_a_damaged_or_missing_file_is_named(fw: Path) -> None:
     assert not (fw / "other").exists()
 
 
-def test_a_damaged_list_of_files_is_no_dataset(fw: Path) -> None:
-    lists: list[Callable[[Any], object]] = [
-        lambda meta: meta.update(shards=None), lambda meta: meta["shards"].pop("val"),
-        lambda meta: meta["shards"]["train"].clear(),
-        lambda meta: meta["shards"]["val"][0].pop("skip"),
-        lambda meta: meta["shards"]["train"][1].update(tokens="600"),
-        lambda meta: meta["shards"]["train"][0].update(path=None),
-        lambda meta: meta["shards"].update(train=[7]),
-    ]  # fmt: skip
+LISTS: list[Callable[[Any], object]] = [
+    lambda meta: meta.update(shards=None), lambda meta: meta["shards"].pop("val"),
+    lambda meta: meta["shards"]["train"].clear(), lambda meta: meta["shards"].update(train=[7]),
+    lambda meta: meta["shards"]["val"][0].pop("skip"),
+    lambda meta: meta["shards"]["train"][1].update(tokens="600"),
+    lambda meta: meta["shards"]["train"][0].update(path=None),
+]  # fmt: skip
+
+
+def test_a_damaged_list_is_no_dataset_and_new_files_are_taken_in(fw: Path) -> None:
+    """Their tokens are checked."""
     good = (fw / "fw" / "meta.json").read_text()
-    for damage in lists:
+    for damage in LISTS:
         damage(meta := json.loads(good))
         (fw / "fw" / "meta.json").write_text(json.dumps(meta))
         assert "meta.json" in refusal(run(fw, fw / "out", **TINY))
-
-
-def test_new_files_are_taken_in_and_their_tokens_checked(fw: Path) -> None:
     write(fw / "fw_train_003.bin", [*range(99), 60000])
     assert prepare(fw / "fw_*.bin", fw / "fw")[0] == 0
     assert data.read_meta(fw / "fw")["tokens"]["train"] == 1300
@@ -208,9 +198,6 @@ def test_a_run_goes_on_in_a_folder_of_characters(tmp_path, monkeypatch, caplog):
     before = {f.name: f.read_bytes() for f in folder.iterdir()}
     path = checkpoint_of(tmp_path / "ckpt.pt", "chars")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", str(tmp_path / "data"))
-    for name in ("chars", "data/chars/", "./data/chars", str(folder), "~/chars"):
-        assert data.find(name, "data").samefile(folder) and data.find(name).samefile(folder)
     knobs = {**TINY_RUN, "dataset": "data/chars", "out_dir": "out", "init_from": path}
     line = [f"--{k}={v}" for k, v in knobs.items() if k != "block_size"]
     r = run_line([*line, "--max_iters=1"], tmp_path / "out")
@@ -229,12 +216,8 @@ def test_a_run_goes_on_in_a_folder_of_characters(tmp_path, monkeypatch, caplog):
     with pytest.raises(UserError, match="chars"):
         data.prepare("shakespeare_char", data.PrepareConfig(out_dir=str(folder), force=True))
     assert {f.name: f.read_bytes() for f in folder.iterdir()} == before
-
-
-def test_a_checkpoint_of_another_dataset_is_a_warning(tmp_path, caplog):
-    prepare_chars(tmp_path / "chars")
-    path = checkpoint_of(tmp_path / "ckpt.pt", "others")
-    r = run(tmp_path, tmp_path / "out", init_from=path, dataset="chars", max_iters=1)
+    path = checkpoint_of(tmp_path / "ckpt.pt", "others")  # a warning
+    r = run(tmp_path / "data", tmp_path / "out", init_from=path, dataset="chars", max_iters=1)
     assert r.code == 0 and str(path) in caplog.text
 
 
@@ -262,7 +245,7 @@ wrong = st.fixed_dictionaries({"vocab_size": plain, "itos": plain, "stoi": plain
 
 
 @given(wrong.map(pickle.dumps) | st.binary(), st.integers(0, 5))
-@settings(max_examples=50, deadline=None, suppress_health_check=HERE)
+@settings(max_examples=30, deadline=None, suppress_health_check=HERE)
 def test_no_other_pickle_is_read_nor_run(tmp_path, content, protocol):
     folder, blown = tmp_path / "chars", tmp_path / "blown"
     if not folder.exists():

@@ -9,7 +9,8 @@ import json
 import math
 import re
 import signal
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ import data
 import train
 from core import flops, metrics, runtime
 from core.metrics import read as read_rows
-from core.optimizer import build_optimizer, learning_rate, schedule_warnings, update
+from core.optimizer import learning_rate
 from core.settings import UserError, exit_on_user_error
 from data.prepare import PrepareConfig, prepare
 from model import GPT, GPTConfig
@@ -67,6 +68,7 @@ class Run:
     out: str
     err: str
     rows: list[dict[str, Any]]  # of metrics.jsonl
+    out_dir: Path = Path()
 
     def losses(self) -> dict[int, float]:
         found = [(r["iter"], r["loss"]) for r in self.rows if "loss" in r]
@@ -110,7 +112,7 @@ def argv(data_dir: Path, out: Path, **changes: Any) -> list[str]:
 def run_line(line: list[str], out: Path) -> Run:
     with pytest.MonkeyPatch.context() as patch:  # test_metrics.py draws the picture
         patch.setattr(Figure, "savefig", lambda figure, path, **_: Path(path).touch())
-        return Run(*enter(train.main, line), read_rows(out / "metrics.jsonl"))
+        return Run(*enter(train.main, line), read_rows(out / "metrics.jsonl"), out)
 
 
 def run(data_dir: Path, out: Path, **changes: Any) -> Run:
@@ -123,151 +125,18 @@ def refusal(r: Run) -> str:
     return " ".join(r.err.replace("│", " ").split())
 
 
-def config(**changes: Any) -> TrainConfig:
-    return TrainConfig(**{**TINY, **changes})
-
-
-@pytest.mark.parametrize("warmup", [0, 1, 5])
-@pytest.mark.parametrize("last", [None, 1, 2, 5, 20])
-@pytest.mark.parametrize("low", [None, 0.0, 0.3])
-def test_the_rate_rises_in_a_line_falls_as_a_cosine_and_stays(warmup, last, low):
-    """In closed form; no rate is 0."""
-    how = config(learning_rate=2.0, min_lr=low, warmup_iters=warmup, max_iters=15,
-                 lr_decay_iters=last)
-    end, floor = 15 if last is None else last, 0.2 if low is None else low
-    for step in range(30):
-        cosine = math.cos(math.pi * (step - warmup) / (end - warmup)) if end > step >= warmup else 0
-        want = ((step + 1) / (warmup + 1) * 2 if step < warmup else floor if step >= end
-                else floor + (2 - floor) * (1 + cosine) / 2)
-        assert learning_rate(step, how) == pytest.approx(want)
-        assert learning_rate(step, replace(how, decay_lr=False)) == 2.0
-
-
-@pytest.mark.parametrize("changes, named", [
-    ({"warmup_iters": 10}, []), ({"warmup_iters": 101}, ["101", "100"]),
-    ({"warmup_iters": 101, "decay_lr": False}, []), ({"min_lr": 0.5}, ["0.5", "0.1"]),
-    ({"min_lr": 0.1}, []), ({"lr_decay_iters": 0}, ["--lr_decay_iters=0"]),
-    ({"warmup_iters": 50, "lr_decay_iters": 10}, ["10", "50"]),
-    ({"warmup_iters": 30, "decay_lr": "linear"}, []),
-    ({"warmup_iters": 31, "decay_lr": "linear"}, ["31"]),
-])
-def test_a_schedule_that_is_cut_short_is_a_warning(changes, named):
-    plain = TrainConfig(max_iters=100, warmup_iters=0, learning_rate=0.1)
-    found = schedule_warnings(replace(plain, **changes))
-    assert len(found) == bool(named) and all(word in found[0] for word in named)
-
-
-# --- one update ---
-
-
-def tensors(seed: int) -> list[Tensor]:
-    g = torch.Generator().manual_seed(seed)
-    return [torch.randn(s, generator=g) for s in ((5, 7), (7,), (3, 2))]
-
-
-def state_of(optimizer: torch.optim.Optimizer, params: list[Tensor]) -> list[Tensor]:
-    kept = [t for p in params for _, t in sorted(optimizer.state[p].items())]
-    return [t.detach().clone() for t in [*params, *kept]]
-
-
-NO_SCALER = torch.amp.GradScaler("cpu", enabled=False)
-
-
-def adamw(params: list[Tensor], **how: Any) -> torch.optim.AdamW:
-    return torch.optim.AdamW(params, lr=1e-2, betas=(0.8, 0.9), weight_decay=0.1, **how)
-
-
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("clip", [0.0, 0.3, 1e6])
-def test_an_update_is_clip_grad_norm_and_then_adamw(fused, clip):
-    ours, theirs = ([p.requires_grad_() for p in tensors(0)] for _ in range(2))
-    a, b = adamw(ours, fused=fused), adamw(theirs, foreach=False)
-    bad = torch.zeros(())
-    for i in range(4):
-        for p, q, g in zip(ours, theirs, tensors(i + 1)):
-            p.grad, q.grad = g * 10**i, g * 10**i  # norms that differ: Adam itself ignores a scale
-        update(a, NO_SCALER, torch.tensor(1.0), clip, bad)
-        if clip:
-            torch.nn.utils.clip_grad_norm_(theirs, clip)
-        b.step()
-        torch.testing.assert_close(state_of(a, ours), state_of(b, theirs), rtol=1e-5, atol=1e-7)
-    assert not bad
-
-
-@pytest.mark.parametrize("clip, length", [(1.0, 1.0), (9.0, 5.0), (0.0, 5.0)])
-def test_scaled_gradients_are_clipped_by_their_own_norm(clip, length):
-    """At a loss scale of 65,536."""
-    weight, scaler = torch.nn.Parameter(torch.zeros(2)), torch.amp.GradScaler("cpu")
-    scaler.scale((weight * torch.tensor([3.0, 4.0])).sum()).backward()
-    optimizer: Any = torch.optim.SGD([weight], lr=1.0)  # it moves by the gradient itself
-    update(optimizer, scaler, torch.tensor(1.0), clip, torch.zeros(()))
-    torch.testing.assert_close(weight.data, -torch.tensor([0.6, 0.8]) * length)
-
-
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("scaled", [True, False])
-@pytest.mark.parametrize("where", ["gradient", "loss"])
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_never_reaches_the_weights(fused, scaled, where, value):
-    """It is noted: the loop may look steps later."""
-    params = [p.requires_grad_() for p in tensors(0)]
-    optimizer, bad = adamw(params, fused=fused), torch.zeros(())
-    scaler = torch.amp.GradScaler("cpu", enabled=scaled)
-
-    def step(seed: int, loss: float = 1.0, spoil: float = 0.0) -> None:
-        for p, g in zip(params, tensors(seed)):
-            p.grad = scaler.scale(g)
-        params[1].grad[3] += spoil  # type: ignore[index]
-        update(optimizer, scaler, torch.tensor(loss), 1.0, bad)
-
-    step(1)
-    assert not bad
-    before = state_of(optimizer, params)
-    step(2, **{"spoil" if where == "gradient" else "loss": value})
-    overflow = scaled and where == "gradient"
-    assert bool(bad) != overflow
-    if not overflow:
-        step(3)
-        assert bad
-    if not scaled or overflow:
-        for a, b in zip(before, state_of(optimizer, params), strict=True):
-            assert torch.equal(a, b)
-
-
-def test_matrices_decay_and_vectors_do_not():
-    model = GPT(GPTConfig(block_size=8, vocab_size=20, n_layer=2, n_head=2, n_embd=8, bias=True))
-    optimizer = build_optimizer(model, config(weight_decay=0.3), torch.device("cpu"))
-    decay = {id(p): g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
-    assert decay == {id(p): 0.3 * (p.dim() == 2) for p in model.parameters()}
-    assert sum(len(g["params"]) for g in optimizer.param_groups) == len(decay)  # each of them, once
-
-
 # --- the same step in other ways ---
-
-
-def close(a: Mapping[int, float], b: Mapping[int, float], rtol: float = 1e-5) -> bool:
-    return a.keys() == b.keys() and all(math.isclose(a[i], b[i], rel_tol=rtol) for i in a)
-
-
-def test_gradient_accumulation_does_not_change_the_losses(data_dir, tmp_path):
-    one, *others = (
-        run(data_dir, tmp_path / f"{n}", batch_size=8 // n, gradient_accumulation_steps=n).losses()
-        for n in (1, 2, 4)
-    )
-    assert len(one) == 8 and one[8] < one[1]
-    assert all(close(one, other) for other in others)
 
 
 @pytest.mark.parametrize("dtype", few(["bfloat16", "float16"]))
 def test_half_precision_learns_what_float32_learns(dtype, data_dir, tmp_path):
-    want = run(data_dir, tmp_path / "a", max_iters=60).losses()
-    r = run(data_dir, tmp_path / "b", max_iters=60, dtype=dtype)
-    assert r.code == 0 and dtype in r.out
+    want = run(data_dir, tmp_path / "a", max_iters=30).losses()
+    r = run(data_dir, tmp_path / "b", max_iters=30, dtype=dtype)
     losses = r.losses()
-    assert losses[1] != want[1]  # it was rounded
-    assert losses[60] < losses[1] - 0.5
+    assert r.code == 0 and dtype in r.out and losses[1] != want[1]  # it was rounded
+    assert losses[30] < losses[1] - 0.3
     assert losses[1] == pytest.approx(want[1], rel=1e-2)
-    assert losses[60] == pytest.approx(want[60], rel=0.05)
+    assert losses[30] == pytest.approx(want[30], rel=0.05)
 
 
 @pytest.mark.slow
@@ -278,8 +147,14 @@ def test_a_compiled_run_gives_the_same_losses(data_dir, tmp_path):
     finally:
         torch.compiler.reset()
     assert r.code == 0 and "compile: on" in r.out
-    assert close(plain.losses(), r.losses(), rtol=1e-4)
-    assert close(*({k: v[1] for k, v in x.evaluations().items()} for x in (plain, r)), rtol=1e-4)
+    assert r.losses() == pytest.approx(plain.losses(), rel=1e-4)
+    assert r.evaluations()[7][1] == pytest.approx(plain.evaluations()[7][1], rel=1e-4)
+
+
+def test_the_seed_is_of_weights_batches_and_dropout(data_dir, tmp_path):
+    a, b, c = (run(data_dir, tmp_path / str(i), max_iters=2, dropout=0.2, seed=seed).losses()
+               for i, seed in enumerate((7, 7, 8)))  # fmt: skip
+    assert a == b and set(a.values()).isdisjoint(c.values())
 
 
 # --- evaluation ---
@@ -309,8 +184,7 @@ def test_an_evaluation_is_the_mean_over_its_windows(data_dir, tmp_path):
     r = run(data_dir, out, init_from="resume", eval_only=True, eval_iters=3)
     assert r.code == 0 and all(f"{loss:.4f}" in r.out for loss in found) and "iter " not in r.out
     fresh = run(data_dir, tmp_path / "fresh", eval_only=True)
-    assert fresh.code == 0 and re.search(r"step 0: .* val loss \d\.\d{4}", fresh.out)
-    assert not [*(tmp_path / "fresh").glob("*")]
+    assert fresh.code == 0 and "step 0:" in fresh.out and not [*(tmp_path / "fresh").glob("*")]
     assert {p: p.read_bytes() for p in out.rglob("*") if p.is_file()} == before
 
 
@@ -318,8 +192,8 @@ def test_a_sample_at_the_end(data_dir, tmp_path):
     """Also of a text without line breaks."""
     flat = make_data(tmp_path / "data", TEXT.replace("\n", " "))
     texts = enumerate((data_dir, data_dir, flat))
-    runs = [run(text, tmp_path / str(i), sample_tokens=20) for i, text in texts]
-    one, two, other = (r.out.partition("sample of 20 tokens ---")[2] for r in runs)
+    runs = [run(text, tmp_path / str(i), max_iters=2, sample_tokens=20) for i, text in texts]
+    one, two, other = (r.out.partition("sample of 20 tokens")[2] for r in runs)
     assert one == two != other and one and other and not any(r.code for r in runs)
 
 
@@ -399,16 +273,6 @@ def test_from_a_folder_of_transformers(data_dir, tmp_path):
     assert str(size.vocab_size) in said
 
 
-@pytest.mark.slow
-def test_the_seed_is_of_weights_batches_and_dropout(data_dir, tmp_path):
-    a, b, c = (
-        run(data_dir, tmp_path / str(i), dropout=0.2, seed=seed).losses()
-        for i, seed in enumerate((7, 7, 8))
-    )
-    assert a == b
-    assert set(a.values()).isdisjoint(c.values())
-
-
 @pytest.mark.parametrize("log_interval", few([4, 1]))
 @pytest.mark.parametrize("how, dtype", few([
     ("both", "float16"), ("both", "float32"), ("loss", "float32"), ("gradient", "float32"),
@@ -416,7 +280,6 @@ def test_the_seed_is_of_weights_batches_and_dropout(data_dir, tmp_path):
 def test_a_loss_that_is_not_finite_stops_the_run(
     how, dtype, log_interval, data_dir, tmp_path, monkeypatch
 ):
-    """An overflowing float16 gradient only skips its step."""
     out = tmp_path / "out"
     forward, calls, before = GPT.forward, [], {}
 
@@ -436,7 +299,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(
             attention_backend="sdpa")
     assert r.code == 1 and "Traceback" not in r.err
     (line,) = [x for x in r.err.splitlines() if x.startswith("error: ")]
-    lr = learning_rate(5, config(max_iters=20))
+    lr = learning_rate(5, TrainConfig(**{**TINY, "max_iters": 20}))
     for words in ("step 6", f"{lr:.2e}", "sdpa", "--init_from=resume", f"{out}/step-00000003"):
         assert words in line
     for name, weight in calls[0].state_dict().items():
@@ -459,27 +322,11 @@ def test_out_of_memory_is_one_sentence(data_dir, tmp_path, monkeypatch):
     for before, after in (((4, 1), (2, 2)), ((1, 3), (1, 6))):
         names = ("batch_size", "gradient_accumulation_steps")
         said = refusal(run(data_dir, tmp_path / "out", **dict(zip(names, before))))
-        assert "Tried to allocate 2.00 GiB" in said and "--gradient_checkpointing=True" in said
+        assert "2.00 GiB" in said and "--gradient_checkpointing=True" in said
         assert all(f"--{name}={value}" in said for name, value in zip(names, after))
 
 
-# --- device, dtype, what is printed ---
-
-
-@pytest.mark.parametrize(
-    "cuda, mps, wanted, device",
-    [(True, False, "auto", "cuda"), (False, True, "auto", "mps"), (False, False, "auto", "cpu"),
-     (True, True, "cpu", "cpu"), (True, False, "cuda:1", "cuda:1")],
-)
-def test_the_device_that_is_picked(cuda, mps, wanted, device, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2 * cuda)
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
-    current: list[Any] = []
-    monkeypatch.setattr(torch.cuda, "set_device", current.append)
-    assert str(runtime.pick_device(wanted)) == device
-    # Triton launches its kernels on the current one, wherever their tensors are.
-    assert current == [torch.device(device)] * (device == "cuda:1")
+# --- dtype, what is printed ---
 
 
 @pytest.mark.parametrize("wanted, saved", [("auto", "float32"), ("autocast", "autocast")])
@@ -502,17 +349,13 @@ def test_what_auto_means_is_decided_once(data_dir, tmp_path, wanted, saved):
 @pytest.mark.parametrize("mode, device, micro_steps, refused", [
     ("reduce-overhead", "cuda", 2, True), ("max-autotune", "cuda", 40, True),
     ("reduce-overhead", "cuda", 1, False), ("max-autotune-no-cudagraphs", "cuda", 40, False),
-    ("default", "cuda", 40, False), ("reduce-overhead", "cpu", 40, False)])
+    ("reduce-overhead", "cpu", 40, False)])
 def test_cuda_graphs_are_refused_under_gradient_accumulation(mode, device, micro_steps, refused):
     setup = runtime.Setup(torch.device(device), torch.float32, True, mode)
     module = torch.nn.Linear(1, 1)
     assert replace(setup, compile=False).compiled(module, micro_steps) is module
-    if not refused:
+    with pytest.raises(UserError, match=mode) if refused else contextlib.nullcontext():
         setup.compiled(module, micro_steps)
-        return
-    with pytest.raises(UserError, match=f"{micro_steps} micro-batches") as e:
-        setup.compiled(module, micro_steps)
-    assert mode in str(e.value)
 
 
 @pytest.mark.parametrize("V, rows", [(1024, 1024), (1025, 1088), (50257, 50304)])
@@ -525,20 +368,23 @@ def test_no_time_is_printed_that_was_not_measured(data_dir, tmp_path):
     r = run(data_dir, tmp_path, max_iters=2)
     assert r.code == 0 and " ms" not in r.out and not any("ms" in row for row in r.rows)
     again = run(data_dir, tmp_path, max_iters=1, init_from="resume")
-    assert again.code == 0 and "at the peak rate 0 s" in again.out  # and not a negative time
+    assert again.code == 0 and "rate 0 s" in again.out  # and not a negative time
+
+
+@pytest.fixture
+def measured_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flops, "measured_tflops", lambda *device: 1e6)
 
 
 @pytest.mark.parametrize("busy, peak, shown", [
-    (True, "measure", False), (False, "measure", True), (True, 1.0, True),
-])
+    (True, "measure", False), (False, "measure", True), (True, 1.0, True)])
 def test_a_busy_machine_leaves_mfu_out_of_the_lines_and_says_why_once(
-    busy, peak, shown, data_dir, tmp_path, monkeypatch
+    busy, peak, shown, data_dir, tmp_path, monkeypatch, measured_peak
 ):
     """If the peak was measured."""
     looks = itertools.count(0.0, 1e6)  # in which the thread waited for a core, if busy
     for module in (flops, metrics):
         monkeypatch.setattr(module, "clock", lambda: ((now := next(looks)), now * busy))
-    monkeypatch.setattr(flops, "measured_tflops", lambda *device: 1e6)
     r = run(data_dir, tmp_path, peak_tflops=peak)
     lines = [line for line in r.out.splitlines() if re.search(r"^iter \d+: .* tok/s", line)]
     assert r.code == 0 and len(lines) == 6 and all(("mfu" in line) == shown for line in lines)
@@ -555,4 +401,5 @@ def test_a_step_is_profiled_as_it_runs(data_dir, tmp_path):
     assert {"products", "attention", "elementwise", "loss", "optimizer", "gaps"} <= classes
     assert "step 4:" not in plain.out.splitlines()
     trace = json.loads((tmp_path / "4" / "profile.json").read_text(encoding="utf-8"))
-    assert any(e["name"] == "aten::_fused_adamw_" for e in trace["traceEvents"])
+    calls = Counter(event["name"] for event in trace["traceEvents"])
+    assert calls["aten::gelu"] == 1 and calls["aten::_fused_adamw_"] == 2  # matrices, and vectors
