@@ -6,7 +6,6 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, islice
 from pathlib import Path
 from typing import IO
 
@@ -21,11 +20,10 @@ HUB: dict[str, tuple[str, str | None]] = {  # name, configuration
     "openwebtext": ("Skylion007/openwebtext", None),
     "fineweb": ("HuggingFaceFW/fineweb-edu", "sample-10BT"),
 }
-_SHAKESPEARE = {"source", "val_fraction", "tokenizer"}
 _DOCUMENTS = {"source", "text_key", "val_fraction", "limit", "tokenizer"}
 DATASETS = {  # -> settings that determine the result
-    "shakespeare_char": _SHAKESPEARE - {"tokenizer"},
-    "shakespeare": _SHAKESPEARE,
+    "shakespeare_char": {"source", "val_fraction"},
+    "shakespeare": {"source", "val_fraction", "tokenizer"},
     "chars": {"source", "text_key", "val_fraction"},
     "text": _DOCUMENTS,
     **dict.fromkeys(HUB, _DOCUMENTS - {"source"}),
@@ -46,8 +44,7 @@ def source_files(source: str) -> list[Path]:
     def visit(path: Path, above: frozenset[str]) -> None:
         real = os.path.realpath(path, strict=True)
         if real in above:
-            why = f"is a link to {printable(real)}, which it is in; remove the link"
-            raise UserError(f"{printable(path)} {why}")
+            raise UserError(f"{printable(path)} is a link to {printable(real)}, which it is in")
         if found.setdefault(real, path) is path and path.is_dir():
             for inside in sorted(path.iterdir()):
                 visit(inside, above | {real})
@@ -55,8 +52,7 @@ def source_files(source: str) -> list[Path]:
     try:
         visit(Path(source), frozenset())
     except OSError as e:
-        why = f"cannot read {printable(e.filename)} ({e.strerror})"
-        raise UserError(f"--source={printable(source)}: {why}") from e
+        raise UserError(f"cannot read {printable(e.filename)} ({e.strerror})") from e
     if not os.path.isdir(source):
         return [Path(source)]
     return sorted(f for f in found.values() if f.suffix.lower() in ENDINGS and f.is_file())
@@ -111,12 +107,10 @@ def text_parts(path: Path) -> Iterator[str]:
         if part.count("\0") > len(part) // 4:
             raise UserError(f"cannot read {printable(path)}: full of NUL bytes (UTF-16?)")
         rest += part
-        if words := re.match(r".*\S(?=[ \n])", rest, re.DOTALL):
-            yield words[0]
-            rest = rest[words.end() :]
-        elif len(rest) >= MOST:
-            yield rest
-            rest = ""
+        words = re.match(r".*\S(?=[ \n])", rest, re.DOTALL)
+        end = words.end() if words else len(rest) if len(rest) >= MOST else 0
+        yield rest[:end]
+        rest = rest[end:]
     yield rest
 
 
@@ -146,14 +140,14 @@ def _text(row: object, key: str, where: str) -> str:
 def _web_texts(name: str, configuration: str | None, key: str) -> Iterator[str]:
     try:
         from datasets import load_dataset
-    except ImportError:
-        raise UserError(f"{name} needs datasets (pip install datasets)") from None
-    try:
+
         rows = load_dataset(name, configuration, split="train", streaming=True)
         for number, row in enumerate(rows, 1):
             yield _text(row, key, f"{name}, row {number}")
     except UserError:
         raise
+    except ImportError:
+        raise UserError(f"{name} needs datasets (pip install datasets)") from None
     except Exception as e:  # dozens for an unreachable hub
         why = f"cannot load {name} ({type(e).__name__}: {printable(first_line(e))})"
         raise UserError(f"{why}; for your own files: python -m data text --source=PATH") from e
@@ -165,21 +159,19 @@ def pieces(documents: Iterable[Iterable[str]]) -> Iterator[list[Piece]]:
     size = count = 0
     for document in documents:
         parts = filter(None, document)
-        for first in islice(parts, 1):
-            batch.append((count, "", 0, 0))
-            for text, start, stop in _with_neighbours(chain([first], parts)):
-                batch.append((count, text, start, stop))
-                size += stop - start
-                if size >= PIECE - OVERLAP:  # a part ends in its last line
-                    yield batch
-                    batch, size = [], 0
-            batch.append((count, None, 0, 0))
-            count += 1
+        before, part = "", next(parts, "")
+        if not part:
+            continue
+        batch.append((count, "", 0, 0))
+        while part:
+            after = next(parts, "")
+            stop = len(before) + len(part)
+            batch.append((count, before + part + after[:OVERLAP], len(before), stop))
+            size += len(part)
+            if size >= PIECE - OVERLAP:  # a part ends in its last line
+                yield batch
+                batch, size = [], 0
+            before, part = (before + part)[-OVERLAP:], after
+        batch.append((count, None, 0, 0))
+        count += 1
     yield batch
-
-
-def _with_neighbours(parts: Iterator[str]) -> Iterator[tuple[str, int, int]]:
-    before, part = "", next(parts)
-    for after in chain(parts, [""]):
-        yield before + part + after[:OVERLAP], len(before), len(before) + len(part)
-        before, part = (before + part)[-OVERLAP:], after

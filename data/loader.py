@@ -6,7 +6,6 @@ once, in random order, from a random offset.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import pickle
@@ -24,8 +23,9 @@ from core.background import map_ahead
 from core.files import command, printable
 from core.settings import UserError, first_line
 from data.documents import DATASETS
-from data.shards import AGAIN, SAMPLE, Tokens, why_not_uint16
-from data.tokenizer import GPT2Tokenizer, Json
+from data.schema import Json, Meta, read_json
+from data.shards import SAMPLE, Tokens, why_not_uint16
+from data.tokenizer import GPT2Tokenizer
 
 if TYPE_CHECKING:  # `python -m data` needs no torch
     import torch
@@ -47,26 +47,15 @@ def read_meta(folder: str | Path) -> Json:
     ours = path, path.with_name(".partial")  # of an interrupted preparation
     if os.path.exists(path.with_name("train.bin")) and not any(map(os.path.exists, ours)):
         return _nanogpt_meta(path.parent)
-    why = "not of a dataset"
     try:
-        match meta := json.loads(path.read_text(encoding="utf-8")):
-            case {
-                "tokenizer": {"name": str()},
-                "vocab_size": int(),
-                "tokens": {"train": int(), "val": int()},
-            } if meta.get("dtype", "uint16") in ("uint16", "uint32") and isinstance(
-                meta.get("options", {}), dict
-            ):
-                return dict(meta)
-    except (OSError, ValueError) as e:
-        why = getattr(e, "strerror", None) or first_line(e)
-    where = path.parent.absolute()
-    words = [where.name] if where.name in DATASETS else ["text", "--source=PATH"]
-    if os.path.isfile(folder):
-        words, where = ["text", f"--source={where}"], where.with_suffix("")
-    prepare = command("python", "-m", "data", *words, f"--out_dir={where}")
-    found = f"no dataset in {printable(folder)} (meta.json: {printable(why)})"
-    raise UserError(f"{found}; prepare it: {prepare}")
+        return read_json(path, Meta)
+    except UserError as e:
+        where = path.parent.absolute()
+        words = [where.name] if where.name in DATASETS else ["text", "--source=PATH"]
+        if os.path.isfile(folder):
+            words, where = ["text", f"--source={where}"], where.with_suffix("")
+        prepare = command("python", "-m", "data", *words, f"--out_dir={where}")
+        raise UserError(f"no dataset: {e}; prepare it: {prepare}") from e
 
 
 class _PlainUnpickler(pickle.Unpickler):
@@ -77,8 +66,8 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def _nanogpt_meta(folder: Path) -> Json:
-    tokenizer: Json
-    tokenizer, V, path = {"name": GPT2Tokenizer.name}, GPT2Tokenizer.vocab_size, folder / "meta.pkl"
+    tokenizer: Json = {"name": GPT2Tokenizer.name}
+    V, path = GPT2Tokenizer.vocab_size, folder / "meta.pkl"
     if path.exists():
         try:
             with path.open("rb") as f:
@@ -122,40 +111,30 @@ def load(folder: str | Path, split: str, block_size: int, vocab_size: int) -> To
     places are checked here, others when read).
     """
     meta, path = read_meta(folder), Path(folder) / f"{split}.bin"
-    name = printable(path)
+    name, N = printable(path), meta["tokens"][split]
     if "shards" in meta:
         name = f"{printable(path.with_name('meta.json'))} ({split} shards)"
-        try:
-            tokens = Tokens(meta["shards"][split])
-        except (LookupError, TypeError) as e:
-            raise UserError(
-                f"{name}: damaged ({type(e).__name__}: {first_line(e)}); {AGAIN}"
-            ) from e
+        tokens = Tokens(meta["shards"][split])
+        N = len(tokens)
     else:
-        tokens = _bin(path, meta)
-    if block_size + 1 > (N := len(tokens)):
+        words = ["prepare.py"]
+        if "dataset" in meta:
+            options = meta.get("options", {}) | {"out_dir": path.parent, "force": True}
+            words = ["python", "-m", "data", meta["dataset"]]
+            words += [f"--{option}={value}" for option, value in options.items()]
+        again = f"prepare it again: {command(*words)}"
+        if not N:
+            raise UserError(f"{name} has no tokens; {again}")
+        file = {"path": str(path), "skip": 0, "tokens": N}
+        tokens = Tokens([file], meta.get("dtype", "uint16"), again)
+        if "dtype" not in meta and (doubt := why_not_uint16(tokens[: SAMPLE // 2].tobytes())):
+            raise UserError(f"{name}: expected uint16 ids, got {doubt}; {again}")
+    if block_size + 1 > N:
         raise UserError(f"{name} has {N} tokens, fewer than --block_size={block_size} and a target")
     tokens.vocab_size = min(vocab_size, meta["vocab_size"])  # the model's is rounded up
     places = np.linspace(0, max(0, N - SCAN), 256).astype(int)
     if (largest := max(int(tokens[a : a + SCAN].max()) for a in places)) >= tokens.vocab_size:
         raise UserError(f"{name} has token {largest}, but the vocabulary is {tokens.vocab_size}")
-    return tokens
-
-
-def _bin(path: Path, meta: Json) -> Tokens:
-    words = ["prepare.py"]
-    if "dataset" in meta:
-        options = meta.get("options", {}) | {"out_dir": path.parent, "force": True}
-        words = ["python", "-m", "data", meta["dataset"]]
-        words += [f"--{name}={value}" for name, value in options.items()]
-    again, dtype = f"prepare it again: {command(*words)}", meta.get("dtype", "uint16")
-    N = meta["tokens"].get(path.stem, 0)
-    if not N:
-        raise UserError(f"{printable(path)} has no tokens; {again}")
-    file = {"path": str(path), "size": np.dtype(dtype).itemsize * N, "skip": 0, "tokens": N}
-    tokens = Tokens([file], dtype, again)
-    if "dtype" not in meta and (doubt := why_not_uint16(tokens[: SAMPLE // 2].tobytes())):
-        raise UserError(f"{printable(path)}: {doubt}; {again}")
     return tokens
 
 
@@ -166,9 +145,8 @@ class Documents:
 
     @classmethod
     def of(cls, folder: Path, meta: Json) -> Documents:
-        tokenizer = meta["tokenizer"]
-        gpt2 = tokenizer["name"] == GPT2Tokenizer.name
-        eot = GPT2Tokenizer.eot if gpt2 else tokenizer.get("eot")
+        gpt2 = meta["tokenizer"]["name"] == GPT2Tokenizer.name
+        eot = GPT2Tokenizer.ends[0] if gpt2 else meta["tokenizer"].get("eot")
         if eot is None:
             named = printable(folder)
             raise UserError(f"--document_mask=True: {named} has no token that ends a document")
@@ -184,36 +162,32 @@ class Documents:
         return np.maximum.accumulate(places, axis=1)
 
 
+@dataclass(eq=False)
 class Batches:
-    """The training sequences of every step.
+    """The training sequences of every step."""
 
-    global_batch: of all processes; documents: adds their starts; seen: (steps, sequences) until
-    now.
-    """
+    tokens: Tokens
+    block_size: int
+    global_batch: int  # of all processes
+    seed: int
+    device: str | torch.device = "cpu"
+    documents: Documents | None = None  # adds their starts
+    seen: tuple[int, int] = (0, 0)  # steps, sequences until now
 
-    def __init__(self, tokens: Tokens, block_size: int, global_batch: int, seed: int,
-                 device: str | torch.device = "cpu", documents: Documents | None = None,
-                 seen: tuple[int, int] = (0, 0)) -> None:  # fmt: skip
-        self.tokens, self.block_size, self.global_batch = tokens, block_size, global_batch
-        self.seed, self.device, self.seen, self.documents = seed, device, seen, documents
+    @property
+    def windows(self) -> int:
         # A window's last target begins the next one. One window fewer than fits leaves room for the
         # offset.
-        self.windows = max(1, (len(tokens) - 1) // block_size - 1)
-        self.slack = len(tokens) - 1 - self.windows * block_size
-        self._epoch = lru_cache(1)(self._draw_epoch)
+        return max(1, (len(self.tokens) - 1) // self.block_size - 1)
 
     def starts(self, step: int) -> np.ndarray:
         """First tokens (global_batch,) int64 of a step's sequences."""
         steps, sequences = self.seen
         first, n = sequences + (step - steps) * self.global_batch, self.windows
         k = np.arange(first, first + self.global_batch)
+        sizes = len(self.tokens), self.block_size, n
         epochs = np.unique(k // n).tolist()
-        return np.concatenate([self._epoch(e)[k[k // n == e] % n] for e in epochs])
-
-    def _draw_epoch(self, epoch: int) -> np.ndarray:
-        random = np.random.Generator(np.random.Philox(key=[self.seed, epoch]))
-        offset = random.integers(0, self.slack, endpoint=True)
-        return offset + self.block_size * random.permutation(self.windows)
+        return np.concatenate([_epoch(self.seed, e, *sizes)[k[k // n == e] % n] for e in epochs])
 
     def get(self, step: int, rank: int = 0, world: int = 1) -> tuple[Tensor, ...]:
         """Sequences and targets of this process, (n, T) int64; with documents their starts. n is
@@ -227,6 +201,13 @@ class Batches:
         """Yield get(start) to get(stop - 1); on a GPU threads prepare two."""
         get, steps = lambda step: self.get(step, rank, world), range(start, stop)
         return map(get, steps) if str(self.device) == "cpu" else map_ahead(get, steps, 3)
+
+
+@lru_cache(1)
+def _epoch(seed: int, epoch: int, n_tokens: int, block_size: int, windows: int) -> np.ndarray:
+    random = np.random.Generator(np.random.Philox(key=[seed, epoch]))
+    offset = random.integers(0, n_tokens - 1 - windows * block_size, endpoint=True)
+    return offset + block_size * random.permutation(windows)
 
 
 def eval_batches(tokens: Tokens, block_size: int, batches: int, batch_size: int, rank: int = 0,

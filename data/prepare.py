@@ -29,7 +29,8 @@ from core.settings import UserError, check_fields
 from data import documents, shards, sources
 from data.documents import DATASETS, HUB, Piece
 from data.loader import load
-from data.tokenizer import CharTokenizer, GPT2Tokenizer, Json, Tokenizer, from_path
+from data.schema import Json
+from data.tokenizer import CharTokenizer, GPT2Tokenizer, Tokenizer, from_path
 
 Fraction = Annotated[float, Field(gt=0, le=0.5)]
 
@@ -87,9 +88,13 @@ def prepare(dataset: str, config: PrepareConfig) -> None:
             if dataset == "shards":
                 tokenizer, found = config.read_tokenizer(), shards.meta(config.source)
             elif dataset == "chars" or dataset.startswith("shakespeare"):
-                tokenizer, found = prepare_text(dataset, config, new)
+                tokenizer, found = _write_text(dataset, config, new)
             else:
-                tokenizer, found = prepare_documents(dataset, config, new)
+                tokenizer, found = _write_documents(dataset, config, new)
+            train, val = found["tokens"].values()
+            if min(train, val) < 2:
+                where = printable(config.source or dataset)
+                raise UserError(f"{where} is too short ({train + val} tokens)")
             V, name = tokenizer.vocab_size, tokenizer.name
             meta = {**made_from, "tokenizer": tokenizer.to_meta(), "vocab_size": V}
             # Until the end it describes no tokens, never those of another preparation.
@@ -105,7 +110,6 @@ def prepare(dataset: str, config: PrepareConfig) -> None:
             shutil.rmtree(new, ignore_errors=True)
     n = found.get("files") or sum(map(len, found.get("shards", {}).values()))
     read = f"{n:,} file{'s' * (n > 1)}, " if n else ""
-    train, val = found["tokens"].values()
     counts = f"{read}{train:,} training and {val:,} validation tokens"
     print(f"{named}: {counts}, {V:,} in vocabulary ({name})")
 
@@ -124,10 +128,10 @@ def _made_from(dataset: str, config: PrepareConfig) -> Json:
         files = shards.paths(source) if dataset == "shards" else documents.source_files(source)
         options["source"] = os.path.abspath(source)
         try:
-            stats = {os.path.relpath(f, source): os.stat(f) for f in files}
+            stats = [(os.path.relpath(f, source), os.stat(f)) for f in files]
         except OSError as e:  # a dangling link
             raise UserError(f"cannot read {printable(e.filename)} ({e.strerror})") from e
-        sizes = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()]
+        sizes = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
         state = sources.sha256(repr(sizes).encode())
     if config.tokenizer is not None:
         options["tokenizer"] = os.path.abspath(config.tokenizer)
@@ -139,7 +143,7 @@ def _made_from(dataset: str, config: PrepareConfig) -> Json:
 def _is_prepared(out_dir: Path, made_from: Json, force: bool) -> bool:
     """True if out_dir holds this dataset. Raises UserError: something else."""
     meta: Json = {}
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, RecursionError):
         meta = json.loads((out_dir / "meta.json").read_text(encoding="utf-8"))
     if not (isinstance(meta, dict) and {"tokenizer", "vocab_size"} <= meta.keys()):
         names = [n for n in ("train.bin", "val.bin", "meta.json") if os.path.exists(out_dir / n)]
@@ -151,7 +155,7 @@ def _is_prepared(out_dir: Path, made_from: Json, force: bool) -> bool:
         return False
     if any(meta.get(key) != made_from[key] for key in ("dataset", "options")):
         other = printable(f"{meta.get('dataset')}, options {meta.get('options')}")
-        has = f"{printable(out_dir)} holds another dataset ({other})"
+        has = f"{printable(out_dir)} holds another dataset ({other:.200})"
         raise UserError(f"{has}: use another --out_dir, or --force to replace it")
     try:
         for split in ("train", "val"):
@@ -161,7 +165,7 @@ def _is_prepared(out_dir: Path, made_from: Json, force: bool) -> bool:
     return bool(meta.get("source") == made_from["source"])
 
 
-def prepare_text(dataset: str, config: PrepareConfig, folder: Path) -> tuple[Tokenizer, Json]:
+def _write_text(dataset: str, config: PrepareConfig, folder: Path) -> tuple[Tokenizer, Json]:
     """The first 90 % of the characters are for training, as in nanoGPT."""
     files: list[Path] = []
     read = documents.documents(dataset, config.source, config.text_key, files)
@@ -173,14 +177,12 @@ def prepare_text(dataset: str, config: PrepareConfig, folder: Path) -> tuple[Tok
     tokenizer.begin = ()  # hardly ever seen in training
     dtype = dtype_for(tokenizer.vocab_size)
     ids = {split: np.array(tokenizer.encode(part), dtype) for split, part in parts.items()}
-    if min(map(len, ids.values())) < 2:
-        raise UserError(f"{printable(config.source)} is too short ({len(text)} characters)")
     for split, tokens in ids.items():
         tokens.tofile(folder / f"{split}.bin")
     found: Json = {"dtype": dtype.name, "files": len(files)}
     found["bytes"] = {split: len(part.encode()) for split, part in parts.items()}
     found["tokens"] = {split: len(tokens) for split, tokens in ids.items()}
-    if char:
+    if char and min(map(len, ids.values())) > 1:
         found["baselines"] = baselines(ids["train"], ids["val"], tokenizer.vocab_size)
     return tokenizer, found
 
@@ -203,16 +205,15 @@ def baselines(train: np.ndarray, val: np.ndarray, V: int) -> dict[str, float]:
     }
 
 
-def prepare_documents(dataset: str, config: PrepareConfig, folder: Path) -> tuple[Tokenizer, Json]:
+def _write_documents(dataset: str, config: PrepareConfig, folder: Path) -> tuple[Tokenizer, Json]:
     """Tokenize in threads, in constant memory. Validation takes whole documents at even distances,
     and the last tokens of the others if too few."""
     fraction = config.val_fraction or (0.0005 if dataset in HUB else 0.1)
     tokenizer, workers = config.read_tokenizer(), config.workers or os.cpu_count() or 1
     if tokenizer.eot is None:
-        raise UserError(
-            f"--tokenizer={printable(config.tokenizer)} has no token that ends a document; name it "
-            'in its tokenizer_config.json: {"eos_token": "..."}'
-        )
+        option = f"--tokenizer={printable(config.tokenizer)}"
+        how = 'name it in its tokenizer_config.json: {"eos_token": "..."}'
+        raise UserError(f"{option} has no token that ends a document; {how}")
     tokenizer.encode("")  # perhaps a download
     files: list[Path] = []
     read = documents.documents(dataset, config.source, config.text_key, files)
@@ -220,7 +221,8 @@ def prepare_documents(dataset: str, config: PrepareConfig, folder: Path) -> tupl
     first = [*islice(texts, 2)]
     if len(first) < 2:
         tokenizer.begin = ()
-    dtype, batches = dtype_for(tokenizer.vocab_size), documents.pieces(chain(first, texts))
+    dtype = dtype_for(tokenizer.vocab_size)
+    batches = documents.pieces(chain(first, texts))
     count, shown = 0, time.monotonic()
     tokens, size = Counter[str](), Counter[str]()  # size: bytes of the text
     with (folder / "train.bin").open("wb") as train, (folder / "val.bin").open("wb") as val:
@@ -234,18 +236,15 @@ def prepare_documents(dataset: str, config: PrepareConfig, folder: Path) -> tupl
                 shown = time.monotonic()
                 done = f"{count:,} documents, {tokens.total():,} tokens"
                 print(f"preparing {dataset}: {done}", file=sys.stderr, flush=True)
-    where = printable(config.source or dataset)
     if tokens.total() == count * (len(tokenizer.begin) + 1):
-        raise UserError(f"{where} contains no text; use another --source")
+        raise UserError(f"{printable(config.source or dataset)} contains no text")
     missing = math.ceil(tokens.total() * fraction) - tokens["val"]
     if missing > tokens["val"]:
         moved = _move_tail(folder, missing, dtype, tokenizer, size["train"])
         size.update(train=-moved, val=moved)
         tokens.update(train=-missing, val=missing)
-    if min(tokens["train"], tokens["val"]) < 2:
-        raise UserError(f"{where} is too short ({tokens.total()} tokens)")
-    found: Json = {"dtype": dtype.name, "files": len(files), "documents": count}
-    return tokenizer, found | {"bytes": size, "tokens": {s: tokens[s] for s in ("train", "val")}}
+    found: Json = {"dtype": dtype.name, "files": len(files), "documents": count, "bytes": size}
+    return tokenizer, found | {"tokens": {split: tokens[split] for split in ("train", "val")}}
 
 
 def _encode(tokenizer: Tokenizer, batch: list[Piece]) -> list[tuple[int, bytes, int]]:
