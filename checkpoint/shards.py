@@ -17,31 +17,22 @@ from typing import IO, Any
 
 import torch
 from torch import Tensor
-from typing_extensions import NotRequired, TypedDict
 
 from core.distributed import DistInfo
 from core.files import printable
 from core.parallel import local, local_part
 from core.runtime import dtype_name
 from core.settings import UserError
-from data.schema import Count, Json, read_json
+from data.schema import Count, Json, read_json, record
 
 INDEX = "index.json"
 
 
-class Part(TypedDict):
-    at: list[Count]
-    shape: list[Count]
-    file: str
-    offset: Count
-    length: Count
-    crc32: NotRequired[int]  # older versions lack it
-
-
-class Entry(TypedDict):
-    dtype: str
-    shape: list[Count]
-    parts: list[Part]
+Part = record(at=list[Count], shape=list[Count], file=str, offset=Count, length=Count,
+              optional={"crc32": int})  # fmt: skip  # which older versions lack
+Parts = list[Part]  # type: ignore[valid-type]
+Entry = record(dtype=str, shape=list[Count], parts=Parts)
+Index = dict[str, Entry]  # type: ignore[valid-type]
 
 
 def write(folder: Path, tensors: Mapping[str, Tensor], distributed: DistInfo) -> Json:
@@ -80,7 +71,7 @@ class Shards:
 
     def __init__(self, index: Path) -> None:
         self.folder = index.parent
-        self.index = read_json(index, dict[str, Entry])
+        self.index = read_json(index, Index)
         self.empty: dict[str, Tensor] = {}  # shapes and dtypes
         for name, saved in self.index.items():
             saved["parts"].sort(key=lambda part: part["at"])

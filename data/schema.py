@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
@@ -14,42 +15,29 @@ from core.files import printable
 from core.settings import UserError, first_line
 
 Json = dict[str, Any]
+
+
+def record(optional: Mapping[str, Any] = {}, **required: object) -> Any:
+    """The type of a JSON object; other fields are free."""
+    fields = required | {name: NotRequired[kind] for name, kind in optional.items()}
+    return TypedDict("JSON object", fields)  # type: ignore[operator]
+
+
 Count = Annotated[int, Field(ge=0, le=2**48)]
 Id = Annotated[int, Field(ge=0, le=2**32)]
 Split = Literal["train", "val"]
 Counts = Annotated[dict[Split, Count], Field(min_length=2)]
-
-
-class TokenizerMeta(TypedDict):
-    name: Literal["char", "gpt2", "tokenizer.json"]
-    vocabulary: NotRequired[list[str]]
-    content: NotRequired[str]
-    eot: NotRequired[Id | None]
-    ends: NotRequired[list[Id]]  # older datasets lack it, and begin
-    begin: NotRequired[list[Id]]
-
-
-class Shard(TypedDict):
-    path: str
-    mtime_ns: int
-    skip: Count  # bytes
-    tokens: Count
-
-
-Files = Annotated[list[Shard], Field(min_length=1)]
-Shards = Annotated[dict[Split, Files], Field(min_length=2)]
-
-
-class Meta(TypedDict):
-    tokenizer: TokenizerMeta
-    vocab_size: Id
-    tokens: Counts
-    dtype: NotRequired[Literal["uint16", "uint32"]]
-    bytes: NotRequired[Counts]
-    shards: NotRequired[Shards]
-    eot_begins: NotRequired[bool]
-    options: NotRequired[Json]
-    baselines: NotRequired[dict[str, float]]
+TokenizerMeta = record(
+    name=Literal["char", "gpt2", "tokenizer.json"],  # older datasets lack ends and begin
+    optional={"vocabulary": list[str], "content": str, "eot": Id | None, "ends": list[Id],
+              "begin": list[Id]})  # fmt: skip
+Shard = record(path=str, mtime_ns=int, skip=Count, tokens=Count)  # skip: bytes
+Shards = dict[Split, Annotated[list[Shard], Field(min_length=1)]]  # type: ignore[valid-type]
+Meta = record(
+    tokenizer=TokenizerMeta, vocab_size=Id, tokens=Counts,
+    optional={"dtype": Literal["uint16", "uint32"], "bytes": Counts, "eot_begins": bool,
+              "shards": Annotated[Shards, Field(min_length=2)], "options": Json,
+              "baselines": dict[str, float]})  # fmt: skip
 
 
 def read_json(path: Path, kind: object) -> Json:
