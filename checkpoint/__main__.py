@@ -60,8 +60,7 @@ def main(argv: list[str]) -> int:
 
 
 def export(model: GPT, saved: Checkpoint, folder: Path) -> None:
-    file = printable(saved.folder / "settings.json")
-    tokenizer = data.from_meta(saved.settings["tokenizer"], file)
+    tokenizer = data.from_meta(saved.settings["tokenizer"])
     eot, content, ends = tokenizer.eot, tokenizer.to_json(), [*tokenizer.ends]
     bos = next(iter(tokenizer.begin), eot)
     ids: Json = {"bos_token_id": bos, "eos_token_id": ends if ends[1:] else eot}

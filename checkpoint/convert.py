@@ -14,7 +14,7 @@ from checkpoint import families, store
 from core.files import printable
 from core.settings import UserError, first_line, from_dict
 from data.schema import Json, read_json, record, valid
-from data.tokenizer import ENDS_IN, OTHER_FILES, GPT2Tokenizer, from_path
+from data.tokenizer import ENDS_IN, OTHER_FILES, FileTokenizer, GPT2Tokenizer
 from model import GPT, GPTConfig
 
 HUB_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
@@ -100,7 +100,7 @@ def tokenizer_meta(source: str) -> Json | None:
         return None
     if not path.is_dir() and source in HUB_NAMES:
         return {"name": GPT2Tokenizer.name}
-    found = from_path(path if path.is_dir() else _download(source))
+    found = FileTokenizer.read(path if path.is_dir() else _download(source))
     return None if found is None else found.to_meta()
 
 

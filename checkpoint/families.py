@@ -2,8 +2,8 @@
 
 gpt2      GPT-2
 llama     Llama 1 to 3.2, SmolLM2
-mistral   llama with one window for all layers
-qwen2     llama with biases of q, k and v, and a window in some layers
+mistral   llama with one window
+qwen2     llama with biases of q, k, v, and a window in some layers
 qwen3     llama with qk_norm, and a window in some layers
 """
 
@@ -66,7 +66,7 @@ FIXED: Json = {
 
 def read_config(saved: Any, source: str, **changes: object) -> GPTConfig:
     """Raises UserError for what GPTConfig cannot hold."""
-    source = printable(source)
+    source = f"config.json of {printable(source)}"
     kind = saved.get("model_type") if isinstance(saved, dict) else None
     if not isinstance(kind, str) or kind not in ASSUMED:
         raise UserError(f"{source} has model_type={kind!r}, expected one of {', '.join(ASSUMED)}")
@@ -76,14 +76,14 @@ def read_config(saved: Any, source: str, **changes: object) -> GPTConfig:
             raise UserError(f"{source} has {name}={saved[name]!r}, expected {expected!r}")
     family = "gpt2" if kind == "gpt2" else "llama"
     if lacking := [name for name in SIZES[family].values() if name not in saved]:
-        raise UserError(f"config.json of {source} lacks {', '.join(lacking)}")
+        raise UserError(f"{source} lacks {', '.join(lacking)}")
     sizes = {ours: saved[theirs] for ours, theirs in SIZES[family].items()}
     try:
         more = _from_gpt2(saved) if kind == "gpt2" else _from_llama(kind, saved)
-    except (TypeError, AttributeError) as e:
-        raise UserError(f"config.json of {source} has a value of another type ({e})") from e
     except UserError as e:
         raise UserError(f"{source} has {e}") from None
+    except (TypeError, AttributeError, ValueError) as e:
+        raise UserError(f"{source} has a value of another type ({e})") from e
     return from_dict(GPTConfig, {**sizes, **HAS[family], **more, **changes}, source)
 
 

@@ -64,10 +64,8 @@ class Saver:
     def save(self, model: GPT, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler,
              settings: Json, tokenizer: Json, *, step: int, val_loss: float | None,
              **state: object) -> None:  # fmt: skip
-        """Write a checkpoint; in the background, return when the tensors are copied.
-
-        `state` goes into train_state.json. Raises UserError: this one or the previous one failed.
-        """
+        """Write a checkpoint; in the background, return when the tensors are copied. Raises
+        UserError: this one or the previous one failed."""
         self.wait()
         distributed = self.distributed
         if val_loss is not None:
@@ -156,7 +154,7 @@ def explained(config: TrainConfig, distributed: DistInfo) -> Iterator[None]:
 
 
 def resumed(loaded: Loaded[TrainConfig]) -> Loaded[TrainConfig]:
-    """The newest checkpoint's settings, overridden by the given ones. Raises UserError."""
+    """The newest checkpoint's settings under the given ones. Raises UserError."""
     settings = loaded.settings
     saved = store.load(store.latest(settings.out_dir))
     folder = printable(saved.folder)
@@ -259,8 +257,7 @@ class Progress:
 def restore_run(config: TrainConfig, model: GPT, optimizer: torch.optim.Optimizer,
                 scaler: torch.amp.GradScaler, distributed: DistInfo,
                 val_windows: int) -> Progress:  # fmt: skip
-    """Restore the newest checkpoint, and print where the run goes on. Another val_windows
-    (fingerprint()) begins a new best loss."""
+    """Restore the newest checkpoint. Another val_windows (fingerprint()) begins a new best loss."""
     saved = store.load(store.latest(config.out_dir))
     step, best = restore(saved, model, optimizer, scaler, config.seed, distributed)
     before, state = saved.read("train", TrainConfig), saved.state
@@ -287,8 +284,8 @@ def restore_run(config: TrainConfig, model: GPT, optimizer: torch.optim.Optimize
 def restore(saved: Checkpoint, model: GPT, optimizer: torch.optim.Optimizer,
             scaler: torch.amp.GradScaler, seed: int,
             distributed: DistInfo) -> tuple[int, float]:  # fmt: skip
-    """Restore parameters or DTensors, from any number of processes; return (step, lowest validation
-    loss). Raises UserError on all processes."""
+    """Restore tensors, whole or sharded; return (step, lowest validation loss). Raises UserError on
+    all processes."""
     with store.together(distributed):
         rest, targets = saved.rest(), tensors(model, optimizer)
         if saved.sharded:

