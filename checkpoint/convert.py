@@ -106,10 +106,10 @@ def tokenizer_meta(source: str) -> Json | None:
 
 def trained_on(source: str) -> str | None:
     """The dataset's name, if known."""
-    saved = store.read_file(Path(source), store.load_torch) if Path(source).is_file() else {}
-    config = saved.get("config") if isinstance(saved, dict) else None
-    name = config.get("dataset") if isinstance(config, dict) else None
-    return name if isinstance(name, str) else None
+    match store.read_file(Path(source), store.load_torch) if Path(source).is_file() else None:
+        case {"config": {"dataset": str(name)}}:
+            return name
+    return None
 
 
 def _download(name: str) -> Path:
