@@ -48,8 +48,6 @@ STEP = r"step-\d+"
 CHECKSUMS = "checksums.json"
 T = TypeVar("T")
 _warn_once = cache(log.warning)
-
-
 Settings = record(train=Json, model=Json, tokenizer=TokenizerMeta)
 Loss = float | None
 State = record(step=Count, optional={"val_loss": Loss, "best_val_loss": Loss, "best_since": Count,
@@ -195,7 +193,7 @@ def read_file(path: Path, reader: Callable[[Path], T], advise: bool = True) -> T
             why = str(e)
         elif isinstance(e, FileNotFoundError):
             why = f"{printable(e.filename or path)} does not exist"
-        raise UserError(why + _advice(_folder_of(path)) * advise) from e
+        raise UserError(why + (_advice(_folder_of(path)) if advise else "")) from e
 
 
 def _verify(path: Path) -> None:
