@@ -145,8 +145,6 @@ def _web_texts(name: str, configuration: str | None, key: str) -> Iterator[str]:
             yield _text(row, key, f"{name}, row {number}")
     except UserError:
         raise
-    except ImportError:
-        raise UserError(f"{name} needs datasets (pip install datasets)") from None
     except Exception as e:  # dozens for an unreachable hub
         why = f"{type(e).__name__}: {printable(first_line(e))}"
         raise UserError(f"cannot load {name} ({why}); or: python -m data text --source=PATH") from e

@@ -59,8 +59,6 @@ def read_meta(folder: str | Path) -> Json:
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Unpickles plain values: nothing that could run code."""
-
     def find_class(self, module: str, name: str) -> NoReturn:
         raise ValueError(f"it names {module}.{name}, which could run code")
 
@@ -105,30 +103,25 @@ def bits_per_byte(meta: Json, nats: float, split: str = "val") -> float | None:
 
 
 def load(folder: str | Path, split: str, block_size: int, vocab_size: int) -> Tokens:
-    """The tokens of a split, (N,) uint16 or uint32, mapped.
-
-    Raises UserError: too short for block_size, or an id >= vocab_size (above 2**24 tokens 256
-    places are checked here, others when read).
-    """
+    """The tokens of a split, (N,) uint16 or uint32, mapped. Raises UserError: too short for
+    block_size; an id >= vocab_size (of more than 2**24 tokens in 256 places, others when read)."""
     meta, path = read_meta(folder), Path(folder) / f"{split}.bin"
-    name, N = printable(path), meta["tokens"][split]
+    words = ["prepare.py"]
+    if "dataset" in meta:
+        options = meta.get("options", {}) | {"out_dir": path.parent, "force": True}
+        words = ["python", "-m", "data", meta["dataset"]]
+        words += [f"--{option}={value}" for option, value in options.items()]
+    name, again = printable(path), f"prepare it again: {command(*words)}"
+    files = [{"path": str(path), "skip": 0, "tokens": meta["tokens"][split]}]
     if "shards" in meta:
         name = f"{printable(path.with_name('meta.json'))} ({split} shards)"
-        tokens = Tokens(meta["shards"][split])
-        N = len(tokens)
-    else:
-        words = ["prepare.py"]
-        if "dataset" in meta:
-            options = meta.get("options", {}) | {"out_dir": path.parent, "force": True}
-            words = ["python", "-m", "data", meta["dataset"]]
-            words += [f"--{option}={value}" for option, value in options.items()]
-        again = f"prepare it again: {command(*words)}"
-        if not N:
-            raise UserError(f"{name} has no tokens; {again}")
-        file = {"path": str(path), "skip": 0, "tokens": N}
-        tokens = Tokens([file], meta.get("dtype", "uint16"), again)
-        if "dtype" not in meta and (doubt := why_not_uint16(tokens[: SAMPLE // 2].tobytes())):
-            raise UserError(f"{name}: expected uint16 ids, got {doubt}; {again}")
+        files = meta["shards"][split]
+    if not all(file["tokens"] for file in files):
+        raise UserError(f"{name} has no tokens; {again}")
+    tokens = Tokens(files, meta.get("dtype", "uint16"), again)
+    N = len(tokens)
+    if "dtype" not in meta and (doubt := why_not_uint16(tokens[: SAMPLE // 2].tobytes())):
+        raise UserError(f"{name}: expected uint16 ids, got {doubt}; {again}")
     if block_size + 1 > N:
         raise UserError(f"{name} has {N} tokens, fewer than --block_size={block_size} and a target")
     tokens.vocab_size = min(vocab_size, meta["vocab_size"])  # the model's is rounded up
@@ -176,8 +169,7 @@ class Batches:
 
     @property
     def windows(self) -> int:
-        # A window's last target begins the next one. One window fewer than fits leaves room for the
-        # offset.
+        # One fewer than fits leaves room for the offset. A last target begins the next window.
         return max(1, (len(self.tokens) - 1) // self.block_size - 1)
 
     def starts(self, step: int) -> np.ndarray:
@@ -190,8 +182,8 @@ class Batches:
         return np.concatenate([_epoch(self.seed, e, *sizes)[k[k // n == e] % n] for e in epochs])
 
     def get(self, step: int, rank: int = 0, world: int = 1) -> tuple[Tensor, ...]:
-        """Sequences and targets of this process, (n, T) int64; with documents their starts. n is
-        global_batch / world, rounded up for low ranks."""
+        """This process's sequences and targets, (n, T) int64; with documents their starts, int32.
+        n: global_batch / world, rounded up for low ranks."""
         mine = np.array_split(self.starts(step), world)[rank]
         return _gather(self.tokens, self.block_size, mine, self.device, self.documents)
 
@@ -213,10 +205,9 @@ def _epoch(seed: int, epoch: int, n_tokens: int, block_size: int, windows: int) 
 def eval_batches(tokens: Tokens, block_size: int, batches: int, batch_size: int, rank: int = 0,
                  world: int = 1, device: str | torch.device = "cpu",
                  documents: Documents | None = None) -> Iterator[tuple[Tensor, ...]]:  # fmt: skip
-    """Yield evenly spaced windows of a split, always the same, as Batches.get() returns them.
+    """Yield evenly spaced windows, always the same, as Batches.get() returns them.
 
-    A process takes every world-th batch. Fillers (targets IGNORE) make shapes equal (one compiled
-    graph), and the processes' counts.
+    A process takes every world-th batch. Fillers (targets IGNORE) make shapes and counts equal.
     """
     from core.loss import IGNORE
 

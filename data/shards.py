@@ -21,18 +21,15 @@ MAGIC, VERSION = 20240520, 1
 HEADER = 256  # int32
 SAMPLE = 2**17  # bytes
 OTHERS = {b"\x93NUMPY": "a .npy file", MAGIC.to_bytes(4, "little"): "a shard of llm.c"}
-AGAIN = "make the dataset again: python -m data shards --source=..."
 
 
 class Tokens:
-    """Files (schema.Shard) as one mapped array of tokens: len() and slices.
-
-    again: advice if one has changed.
-    """
+    """Files (schema.Shard) as one mapped array of tokens: len() and slices."""
 
     vocab_size: int | None = None
 
-    def __init__(self, files: list[Json], dtype: str = "uint16", again: str = AGAIN) -> None:
+    def __init__(self, files: list[Json], dtype: str, again: str) -> None:
+        """again: advice if a file has changed."""
         self.files, self.again = files, again
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self.ends = np.cumsum([0, *(file["tokens"] for file in files)])
