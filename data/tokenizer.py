@@ -152,7 +152,7 @@ class FileTokenizer(Tokenizer):
 
     name = "tokenizer.json"
 
-    def __init__(self, content: str, ends: object = None, begin: object = ()) -> None:
+    def __init__(self, content: str, ends: object = None, begin: Iterable[int] = ()) -> None:
         try:
             from tokenizers import Tokenizer as Package
         except ImportError as e:
@@ -179,7 +179,7 @@ class FileTokenizer(Tokenizer):
         self.unused = sorted({*range(self.vocab_size)} - ids)
         self.special = {i for i, token in self._added() if token.special}  # without a text
         self.ends = self.ids_of(ends)
-        self.begin = self.ids_of(begin)
+        self.begin = [i for i in begin if 0 <= i < self.vocab_size]
 
     def _added(self) -> Iterable[tuple[int, Any]]:
         return self.made.get_added_tokens_decoder().items()
@@ -318,7 +318,7 @@ def from_meta(meta: Json) -> Tokenizer:
             if eot is None or eot < len(vocabulary):
                 return CharTokenizer(vocabulary, eot)
         case {"name": "tokenizer.json", "content": content}:
-            return FileTokenizer(content, meta.get("ends", meta.get("eot")), meta.get("begin"))
+            return FileTokenizer(content, meta.get("ends", meta.get("eot")), meta.get("begin", ()))
     raise UserError(f"not a tokenizer: {meta!r:.60}")
 
 
