@@ -11,9 +11,8 @@ from torch import Tensor
 
 from attention import Policy
 from checkpoint import families, store
-from core.files import printable
-from core.settings import UserError, first_line, from_dict
-from data.schema import Json, read_json, record, valid
+from core.settings import first_line, from_dict
+from data.schema import FileError, Json, read_json, record, valid
 from data.tokenizer import ENDS_IN, OTHER_FILES, FileTokenizer, GPT2Tokenizer
 from model import GPT, GPTConfig
 
@@ -26,12 +25,11 @@ Listed = record(weight_map=dict[str, str])
 
 def load_nanogpt(path: str | Path, policy: Policy = Policy(), **changes: object) -> GPT:
     """Load a nanoGPT ckpt.pt. Raises UserError."""
-    named = printable(path)
-    origin = f"{named} is not nanoGPT's, with model and model_args"
+    origin = f"{path} is not nanoGPT's, with model and model_args"
     saved = store.read_file(Path(path), lambda p: valid(store.load_torch(p), NanoGPT, origin))
     fields = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout")
     sizes = {f: saved["model_args"][f] for f in fields if f in saved["model_args"]}
-    model = GPT(from_dict(GPTConfig, {**sizes, **changes}, named), policy)
+    model = GPT(from_dict(GPTConfig, {**sizes, **changes}, str(path)), policy)
     prefix = r"((_orig_mod|module)\.)*"  # of torch.compile and DDP
     weights = {re.sub(prefix, "", name, count=1): t for name, t in saved["model"].items()}
     derived = (*families.MASKS, "lm_head.weight")
@@ -113,19 +111,19 @@ def trained_on(source: str) -> str | None:
 
 
 def _download(name: str) -> Path:
-    no_file = f"{printable(name)} is not a local folder or file"
+    no_file = f"{name} is not a local folder or file"
     owner = re.fullmatch(r"([\w.-]+)/[\w.-]+", name)
     if name not in HUB_NAMES and (owner is None or Path(owner[1]).exists()):
-        raise UserError(f"{no_file}; models on the hub: {', '.join(HUB_NAMES)}, owner/name")
+        raise FileError(f"{no_file}; models on the hub: {', '.join(HUB_NAMES)}, owner/name")
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError
     except ImportError:
-        raise UserError(f"{no_file}; to download it: pip install huggingface_hub") from None
+        raise FileError(f"{no_file}; to download it: pip install huggingface_hub") from None
     # The root logger would repeat its warnings.
     logging.getLogger("huggingface_hub").propagate = False
     files = ["model*.safetensors", f"{WEIGHTS}.index.json", "*config.json", "tokenizer.json"]
     try:
         return Path(snapshot_download(name, allow_patterns=[*files, *OTHER_FILES, *ENDS_IN]))
     except (OSError, ValueError, HfHubHTTPError) as e:
-        raise UserError(f"{no_file}; download failed ({printable(first_line(e))})") from e
+        raise FileError(f"{no_file}; download failed ({first_line(e)})") from e

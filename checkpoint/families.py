@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core.files import printable
 from core.settings import UserError, from_dict
-from data.schema import Json
+from data.schema import FileError, Json
 from model import GPT, GPTConfig
 
 GELUS = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "exact"}
@@ -66,30 +65,30 @@ FIXED: Json = {
 
 def read_config(saved: Any, source: str, **changes: object) -> GPTConfig:
     """Raises UserError for what GPTConfig cannot hold."""
-    source = f"config.json of {printable(source)}"
+    source = f"config.json of {source}"
     kind = saved.get("model_type") if isinstance(saved, dict) else None
     if not isinstance(kind, str) or kind not in ASSUMED:
-        raise UserError(f"{source} has model_type={kind!r}, expected one of {', '.join(ASSUMED)}")
+        raise FileError(f"{source} has model_type={kind!r}, expected one of {', '.join(ASSUMED)}")
     saved = ASSUMED[kind] | saved
     for name, expected in FIXED.items():
         if saved.get(name) not in (None, expected):
-            raise UserError(f"{source} has {name}={saved[name]!r}, expected {expected!r}")
+            raise FileError(f"{source} has {name}={saved[name]!r}, expected {expected!r}")
     family = "gpt2" if kind == "gpt2" else "llama"
     if lacking := [name for name in SIZES[family].values() if name not in saved]:
-        raise UserError(f"{source} lacks {', '.join(lacking)}")
+        raise FileError(f"{source} lacks {', '.join(lacking)}")
     sizes = {ours: saved[theirs] for ours, theirs in SIZES[family].items()}
     try:
         more = _from_gpt2(saved) if kind == "gpt2" else _from_llama(kind, saved)
     except UserError as e:
-        raise UserError(f"{source} has {e}") from None
+        raise FileError(f"{source} has {e}") from None
     except (TypeError, AttributeError, ValueError) as e:
-        raise UserError(f"{source} has a value of another type ({e})") from e
+        raise FileError(f"{source} has a value of another type ({e})") from e
     return from_dict(GPTConfig, {**sizes, **HAS[family], **more, **changes}, source)
 
 
 def _from_gpt2(saved: Json) -> Json:
     if (gelu := saved["activation_function"]) not in GELUS:
-        raise UserError(f"activation_function={gelu!r}, expected {', '.join(GELUS)}")
+        raise FileError(f"activation_function={gelu!r}, expected {', '.join(GELUS)}")
     return {
         "bias": True, "gelu": GELUS[gelu], "n_hidden": saved.get("n_inner"),
         "norm_eps": saved["layer_norm_epsilon"], "tied": saved.get("tie_word_embeddings", True),
@@ -101,14 +100,14 @@ def _from_llama(kind: str, saved: Json) -> Json:
     rope = {"rope_theta": saved.get("rope_theta", 10000.0)} | (saved.get("rope_scaling") or {})
     rope |= saved.get("rope_parameters") or {}
     if nested := [name for name, value in rope.items() if isinstance(value, dict)]:
-        raise UserError(f"rope_parameters of {nested[0]} alone")
+        raise FileError(f"rope_parameters of {nested[0]} alone")
     how = rope.get("rope_type", rope.get("type", "default"))
     if how not in ("default", "llama3"):
-        raise UserError(f"rope_type={how!r}, expected 'default' or 'llama3'")
+        raise FileError(f"rope_type={how!r}, expected 'default' or 'llama3'")
     if (part := rope.get("partial_rotary_factor", 1)) != 1:
-        raise UserError(f"partial_rotary_factor={part}, expected 1")
+        raise FileError(f"partial_rotary_factor={part}, expected 1")
     if how == "llama3" and (lacking := [name for name in ROPE if name not in rope]):
-        raise UserError(f"a rope_scaling without {', '.join(lacking)}")
+        raise FileError(f"a rope_scaling without {', '.join(lacking)}")
     return {
         "n_kv_head": saved.get("num_key_value_heads") or saved["num_attention_heads"],
         "head_size": saved.get("head_dim"),
@@ -127,7 +126,7 @@ def _windows(kind: str, saved: Json) -> int | tuple[int | None, ...] | None:
     window, types = saved.get("sliding_window"), saved.get("layer_types")
     n = saved["num_hidden_layers"]
     if types and (len(types) != n or {*types} - {"full_attention", "sliding_attention"}):
-        raise UserError(f"layer_types={types}")
+        raise FileError(f"layer_types={types}")
     if kind == "mistral" or window is None:
         return window
     if kind == "llama" or not saved.get("use_sliding_window", False):
@@ -151,7 +150,7 @@ def write_config(config: GPTConfig) -> Json:
     } | {f"{name}={own[name]}": own[name] != value for name, value in HAS["gpt2"].items()}
     if wrong := [name for name, has in lacks.items() if has]:
         flags = " ".join(f"--{name}={value}" for name, value in needs.items() if own[name] != value)
-        raise UserError(f"GPT-2's format has no {', '.join(wrong)}; Llama's needs {flags}")
+        raise FileError(f"GPT-2's format has no {', '.join(wrong)}; Llama's needs {flags}")
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
@@ -167,14 +166,14 @@ def write_config(config: GPTConfig) -> Json:
 def _to_llama(c: GPTConfig) -> Json:
     sizes = {*c.windows} - {None}
     if len(sizes) > 1:
-        raise UserError(f"no format has windows of several sizes, got {c.attention_window}")
+        raise FileError(f"no format has windows of several sizes, got {c.attention_window}")
     if sizes and None in c.windows and not (c.qk_norm or c.bias):
-        raise UserError("no format has windows in some layers only, except with --qk_norm=True")
+        raise FileError("no format has windows in some layers only, except with --qk_norm=True")
     if c.bias is True or (c.qk_norm and c.bias):
-        raise UserError(f"no format has bias={c.bias} with --norm=rms; use --bias=False")
+        raise FileError(f"no format has bias={c.bias} with --norm=rms; use --bias=False")
     kind = "qwen3" if c.qk_norm else "qwen2" if c.bias else "mistral" if sizes else "llama"
     if kind == "qwen2" and c.head_dim * c.n_head != c.n_embd:
-        raise UserError(f"qwen2's format has no heads of {c.head_dim}; use --qk_norm=True (qwen3)")
+        raise FileError(f"qwen2's format has no heads of {c.head_dim}; use --qk_norm=True (qwen3)")
     rope: Json = {"rope_type": "default"}
     if c.rope_scaling is not None:
         rope = {"rope_type": "llama3", **dict(zip(ROPE, c.rope_scaling, strict=True))}

@@ -25,9 +25,9 @@ from core.optimizer import numbers, tensors
 from core.options import TrainConfig
 from core.parallel import fill, is_sharded, whole
 from core.runtime import dtype_name, pick_device, pick_dtype, random_state, set_random_state
-from core.settings import Loaded, UserError
+from core.settings import Loaded
 from data.loader import fits
-from data.schema import Json
+from data.schema import FileError, Json
 from data.tokenizer import same
 from model import GPT
 
@@ -166,7 +166,7 @@ def resumed(loaded: Loaded[TrainConfig]) -> Loaded[TrainConfig]:
     before = replace(before, **{name: getattr(model, name) for name in names})
     if (kept := before.optimizer) != (wanted := changes.get("optimizer", kept)):
         why = f"{folder} was trained with --optimizer={kept}, whose state {wanted} cannot use"
-        raise UserError(f"{why}; for its weights: {command(f'--init_from={settings.out_dir}')}")
+        raise FileError(f"{why}; for its weights: {command(f'--init_from={settings.out_dir}')}")
     # Another person's checkpoint must not download code, or upload.
     run, refused = Path(settings.out_dir, "wandb_id.txt"), {"attention_hub_kernels"}
     if not run.is_file() or run.is_symlink():
@@ -188,7 +188,7 @@ def resumed(loaded: Loaded[TrainConfig]) -> Loaded[TrainConfig]:
     try:
         merged = replace(before, **{**usual, **changes})
     except ValueError as e:
-        raise UserError(f"{e} (resuming {folder})") from e
+        raise FileError(f"{e} (resuming {folder})") from e
     origins = dict.fromkeys((f.name for f in fields(settings)), folder) | loaded.origins
     return Loaded(merged, origins)
 
@@ -224,7 +224,7 @@ def build_model(loaded: Loaded[TrainConfig], meta: Json) -> GPT:
     dataset = f"--dataset={printable(config.dataset)} (vocabulary of {V})"
     if has < V or not (tokenizer is None or same(tokenizer, meta["tokenizer"])):
         how = f"prepare it with the model's: {command(f'--tokenizer={source}')}"
-        raise UserError(f"{sized} has another tokenizer than {dataset}; {how}")
+        raise FileError(f"{sized} has another tokenizer than {dataset}; {how}")
     known = meta["tokenizer"]["name"] == "gpt2" or trained_on(source) == Path(config.dataset).name
     if tokenizer is None and not (known and fits(V, has)):
         store.log.warning(f"{sized} has no tokenizer: its own may differ from that of {dataset}")
@@ -234,7 +234,7 @@ def build_model(loaded: Loaded[TrainConfig], meta: Json) -> GPT:
             have, want = model.config.kv_heads, want or model.config.n_head
         if name in loaded.origins and want is not None and want != have:
             wanted = f"{want} ({loaded.origins[name]})"
-            raise UserError(f"{named} has {name}={have}, which cannot be changed to {wanted}")
+            raise FileError(f"{named} has {name}={have}, which cannot be changed to {wanted}")
     T, have = config.block_size, model.config.block_size
     if "block_size" not in loaded.origins:
         ours = Path(source).is_file() or store.own_checkpoint(source)
@@ -242,7 +242,7 @@ def build_model(loaded: Loaded[TrainConfig], meta: Json) -> GPT:
     try:
         model.crop_block_size(T)
     except ValueError as e:
-        raise UserError(f"{e} ({named})") from e
+        raise FileError(f"{e} ({named})") from e
     return model
 
 

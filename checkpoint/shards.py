@@ -19,11 +19,9 @@ import torch
 from torch import Tensor
 
 from core.distributed import DistInfo
-from core.files import printable
 from core.parallel import local, local_part
 from core.runtime import dtype_name
-from core.settings import UserError
-from data.schema import Count, Json, read_json, record
+from data.schema import Count, FileError, Json, read_json, record
 
 INDEX = "index.json"
 
@@ -38,7 +36,7 @@ Index = dict[str, Entry]  # type: ignore[valid-type]
 def write(folder: Path, tensors: Mapping[str, Tensor], distributed: DistInfo) -> Json:
     """Write this process's file; return its entries of the index."""
     if not folder.exists():
-        raise UserError(f"{printable(folder)} is missing: all processes must share one out_dir")
+        raise FileError(f"{folder} is missing: all processes must share one out_dir")
     entries: Json = {}
     file = f"__{distributed.rank}_0.distcp"
     with (folder / file).open("wb") as f:

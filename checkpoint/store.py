@@ -39,7 +39,7 @@ from checkpoint.shards import INDEX, Shards, load_torch
 from core.distributed import DistInfo
 from core.files import command, printable
 from core.settings import UserError, first_line, from_dict
-from data.schema import Count, Json, TokenizerMeta, read_json, record, valid
+from data.schema import Count, FileError, Json, TokenizerMeta, read_json, record, valid
 from model import GPT, GPTConfig
 
 log = logging.getLogger("nanoattn")
@@ -107,7 +107,7 @@ class Checkpoint:
 
     def rest(self) -> Json:
         """optimizer.pt."""
-        return self._read("optimizer.pt", lambda p: valid(load_torch(p), Rest, printable(p)))
+        return self._read("optimizer.pt", lambda p: valid(load_torch(p), Rest, str(p)))
 
     def model(self, policy: Policy = Policy(), **changes: object) -> GPT:
         model = GPT(self.config(**changes), policy)
@@ -130,7 +130,7 @@ def latest(out_dir: str | Path) -> Path:
     hint = f"train one: {command('python', 'train.py', f'--out_dir={out_dir}')}"
     if os.path.exists(file := Path(out_dir) / "ckpt.pt"):
         hint = f"for nanoGPT's: {command(f'--init_from={file}')}"
-    raise UserError(f"no checkpoint in {printable(out_dir)}; {hint}")
+    raise FileError(f"no checkpoint in {out_dir}; {hint}")
 
 
 def best_folder(out_dir: str | Path) -> Path | None:
@@ -177,8 +177,7 @@ def check_shapes(own: Mapping[str, Tensor], saved: Mapping[str, Any], origin: st
     for name in sorted(own.keys() | saved.keys()):
         have, want = (shape(d.get(name, "missing")) for d in (saved, own))
         if have != want:
-            what = f"{printable(name)} is {have}, expected {want}"
-            raise UserError(f"{printable(origin)} does not fit the model: {what}")
+            raise FileError(f"{origin} does not fit the model: {name} is {have}, expected {want}")
 
 
 def read_file(path: Path, reader: Callable[[Path], T], advise: bool = True) -> T:
@@ -188,12 +187,12 @@ def read_file(path: Path, reader: Callable[[Path], T], advise: bool = True) -> T
         _verify(path)
         return content
     except Exception as e:  # each library has its own
-        why = f"{printable(path)} cannot be read ({type(e).__name__}: {printable(first_line(e))})"
+        why = f"{path} cannot be read ({type(e).__name__}: {first_line(e)})"
         if isinstance(e, UserError):
             why = str(e)
         elif isinstance(e, FileNotFoundError):
-            why = f"{printable(e.filename or path)} does not exist"
-        raise UserError(why + (_advice(_folder_of(path)) if advise else "")) from e
+            why = f"{e.filename or path} does not exist"
+        raise FileError(why + (_advice(_folder_of(path)) if advise else "")) from e
 
 
 def _verify(path: Path) -> None:
@@ -278,7 +277,7 @@ def save(out_dir: str | Path, *, weights: Mapping[str, Tensor] | None = None,
         shutil.rmtree(partial, ignore_errors=True)
         had = [f"{p.name} is still good" for p in folders(out_dir)]
         still = had[-1] if had else "no earlier one exists"
-        raise UserError(f"could not write {printable(final)} ({e}): {still}") from e
+        raise FileError(f"could not write {final} ({e}): {still}") from e
     if distributed.main:
         try:
             best = best_folder(out_dir)
@@ -308,7 +307,7 @@ def set_aside(out_dir: str | Path) -> Path | None:
             with suppress(FileNotFoundError):
                 path.rename(target / path.name)
     except OSError as e:
-        raise UserError(f"cannot move the earlier run to {printable(target)} ({e.strerror})") from e
+        raise FileError(f"cannot move the earlier run to {target} ({e.strerror})") from e
     return target
 
 
@@ -339,7 +338,7 @@ def together(distributed: DistInfo) -> Iterator[None]:
     if len({*messages}) > 1:
         message = "; ".join(f"process {rank}: {m}" for rank, m in enumerate(messages) if m)
     if message:
-        raise UserError(message) from failure
+        raise FileError(message) from failure
 
 
 def disk_error(error: BaseException) -> str:

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from core.files import printable
 from core.settings import UserError, first_line
 from data import sources
+from data.schema import FileError
 from data.tokenizer import well_formed
 
 ENDINGS = (".txt", ".jsonl")
@@ -44,7 +44,7 @@ def source_files(source: str) -> list[Path]:
     def visit(path: Path, above: frozenset[str]) -> None:
         real = os.path.realpath(path, strict=True)
         if real in above:
-            raise UserError(f"{printable(path)} is a link to a folder above it")
+            raise FileError(f"{path} is a link to a folder above it")
         if found.setdefault(real, path) is path and path.is_dir():
             for inside in sorted(path.iterdir()):
                 visit(inside, above | {real})
@@ -52,7 +52,7 @@ def source_files(source: str) -> list[Path]:
     try:
         visit(Path(source), frozenset())
     except OSError as e:
-        raise UserError(f"cannot read {printable(e.filename)} ({e.strerror})") from e
+        raise FileError(f"cannot read {e.filename} ({e.strerror})") from e
     if not os.path.isdir(source):
         return [Path(source)]
     return sorted(f for f in found.values() if f.suffix.lower() in ENDINGS and f.is_file())
@@ -67,16 +67,16 @@ def documents(dataset: str, config: Any, files: list[Path]) -> Iterator[Iterable
     elif shakespeare and source in (None, "tinyshakespeare"):
         yield (sources.tiny_shakespeare() if source else sources.plays(),)
     elif source is None:
-        raise UserError(f"expected --source=PATH: {WANTED}")
+        raise FileError(f"expected --source=PATH: {WANTED}")
     else:
         found = source_files(source)
         if not found:
-            raise UserError(f"--source={printable(source)}: expected {WANTED}")
+            raise FileError(f"--source={source}: expected {WANTED}")
         one_text = shakespeare or (dataset == "chars" and found[0].suffix.lower() != ".jsonl")
         for path in found:
             ending = ".txt" if one_text and Path(source).is_file() else path.suffix.lower()
             if ending not in ENDINGS:
-                raise UserError(f"{printable(path)}: expected {WANTED}")
+                raise FileError(f"{path}: expected {WANTED}")
             files.append(path)
             if ending == ".txt":
                 yield text_parts(path)
@@ -91,11 +91,11 @@ def _read(path: Path, read: Callable[[IO[str]], str]) -> Iterator[str]:
             while text := read(f):
                 if bad := re.search("[\udc80-\udcff]", text):
                     line += text.count("\n", 0, bad.start())
-                    raise UserError(f"{printable(path)}, line {line}: not utf-8; convert the file")
+                    raise FileError(f"{path}, line {line}: not utf-8; convert the file")
                 yield text
                 line += text.count("\n")
     except OSError as e:
-        raise UserError(f"cannot read {printable(path)} ({e.strerror})") from e
+        raise FileError(f"cannot read {path} ({e.strerror})") from e
 
 
 def text_parts(path: Path) -> Iterator[str]:
@@ -104,7 +104,7 @@ def text_parts(path: Path) -> Iterator[str]:
     rest = ""
     for part in _read(path, lambda f: f.read(PIECE)):
         if part.count("\0") > len(part) // 4:
-            raise UserError(f"{printable(path)}: full of NUL bytes (UTF-16?)")
+            raise FileError(f"{path}: full of NUL bytes (UTF-16?)")
         rest += part
         words = re.match(r".*\S(?=[ \n])", rest, re.DOTALL)
         end = words.end() if words else len(rest) if len(rest) >= MOST else 0
@@ -115,14 +115,14 @@ def text_parts(path: Path) -> Iterator[str]:
 
 def _json_texts(path: Path, key: str) -> Iterator[str]:
     for number, line in enumerate(_read(path, lambda f: f.readline()), 1):
-        where = f"{printable(path)}, line {number}"
+        where = f"{path}, line {number}"
         if not line.strip():
             continue
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as e:
             why = getattr(e, "msg", first_line(e))
-            raise UserError(f"{where}: invalid JSON ({why})") from None
+            raise FileError(f"{where}: invalid JSON ({why})") from None
         yield _text(row, key, where).replace("\r\n", "\n")  # as in .txt
 
 
@@ -131,8 +131,8 @@ def _text(row: object, key: str, where: str) -> str:
     if text is None and isinstance(row, dict):
         return ""
     if not isinstance(text, str):
-        has = f"fields: {printable(', '.join(row))}" if isinstance(row, dict) else "not an object"
-        raise UserError(f"{where}: no text in {key!r} ({has}); use --text_key")
+        has = f"fields: {', '.join(row)}" if isinstance(row, dict) else "not an object"
+        raise FileError(f"{where}: no text in {key!r} ({has}); use --text_key")
     return well_formed(text)
 
 
@@ -146,8 +146,8 @@ def _web_texts(name: str, configuration: str | None, key: str) -> Iterator[str]:
     except UserError:
         raise
     except Exception as e:  # dozens for an unreachable hub
-        why = f"{type(e).__name__}: {printable(first_line(e))}"
-        raise UserError(f"cannot load {name} ({why}); or: python -m data text --source=PATH") from e
+        why = f"{type(e).__name__}: {first_line(e)}"
+        raise FileError(f"cannot load {name} ({why}); or: python -m data text --source=PATH") from e
 
 
 def pieces(documents: Iterable[Iterable[str]]) -> Iterator[list[Piece]]:

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, NoReturn
 import numpy as np
 
 from core.background import map_ahead
-from core.files import command, printable
+from core.files import command
 from core.settings import UserError, first_line
 from data.documents import DATASETS
-from data.schema import Json, Meta, read_json
+from data.schema import FileError, Json, Meta, read_json
 from data.shards import SAMPLE, Tokens, why_not_uint16
 from data.tokenizer import GPT2Tokenizer
 
@@ -55,7 +55,7 @@ def read_meta(folder: str | Path) -> Json:
         if os.path.isfile(folder):
             words, where = ["text", f"--source={where}"], where.with_suffix("")
         prepare = command("python", "-m", "data", *words, f"--out_dir={where}")
-        raise UserError(f"no dataset: {e}; prepare it: {prepare}") from e
+        raise FileError(f"no dataset: {e}; prepare it: {prepare}") from e
 
 
 class _PlainUnpickler(pickle.Unpickler):
@@ -78,8 +78,7 @@ def _nanogpt_meta(folder: Path) -> Json:
             if not 1 <= len(vocabulary) <= V <= 2**16:
                 raise ValueError(f"vocab_size is {V}, for {len(vocabulary)} characters in uint16")
         except Exception as e:
-            why = f"{type(e).__name__}: {printable(first_line(e))}"
-            raise UserError(f"{printable(path)} is not of nanoGPT's prepare.py ({why})") from e
+            raise FileError(f"{path} is not nanoGPT's: {type(e).__name__}: {first_line(e)}") from e
         tokenizer = {"name": "char", "vocabulary": vocabulary, "eot": None}
     files = {s: folder / f"{s}.bin" for s in ("train", "val")}
     tokens = {s: f.stat().st_size // 2 if f.is_file() else 0 for s, f in files.items()}
@@ -111,23 +110,23 @@ def load(folder: str | Path, split: str, block_size: int, vocab_size: int) -> To
         options = meta.get("options", {}) | {"out_dir": path.parent, "force": True}
         words = ["python", "-m", "data", meta["dataset"]]
         words += [f"--{option}={value}" for option, value in options.items()]
-    name, again = printable(path), f"prepare it again: {command(*words)}"
+    name, again = str(path), f"prepare it again: {command(*words)}"
     files = [{"path": str(path), "skip": 0, "tokens": meta["tokens"][split]}]
     if "shards" in meta:
-        name = f"{printable(path.with_name('meta.json'))} ({split} shards)"
+        name = f"{path.with_name('meta.json')} ({split} shards)"
         files = meta["shards"][split]
     if not all(file["tokens"] for file in files):
-        raise UserError(f"{name} has no tokens; {again}")
+        raise FileError(f"{name} has no tokens; {again}")
     tokens = Tokens(files, meta.get("dtype", "uint16"), again)
     N = len(tokens)
     if "dtype" not in meta and (doubt := why_not_uint16(tokens[: SAMPLE // 2].tobytes())):
-        raise UserError(f"{name}: expected uint16 ids, got {doubt}; {again}")
+        raise FileError(f"{name}: expected uint16 ids, got {doubt}; {again}")
     if block_size + 1 > N:
-        raise UserError(f"{name} has {N} tokens, fewer than --block_size={block_size} and a target")
+        raise FileError(f"{name} has {N} tokens, fewer than --block_size={block_size} and a target")
     tokens.vocab_size = min(vocab_size, meta["vocab_size"])  # the model's is rounded up
     places = np.linspace(0, max(0, N - SCAN), 256).astype(int)
     if (largest := max(int(tokens[a : a + SCAN].max()) for a in places)) >= tokens.vocab_size:
-        raise UserError(f"{name} has token {largest}, but the vocabulary is {tokens.vocab_size}")
+        raise FileError(f"{name} has token {largest}, but the vocabulary is {tokens.vocab_size}")
     return tokens
 
 
@@ -141,8 +140,7 @@ class Documents:
         gpt2 = meta["tokenizer"]["name"] == GPT2Tokenizer.name
         eot = GPT2Tokenizer.ends[0] if gpt2 else meta["tokenizer"].get("eot")
         if eot is None:
-            named = printable(folder)
-            raise UserError(f"--document_mask=True: {named} has no token that ends a document")
+            raise FileError(f"--document_mask=True: {folder} has no token that ends a document")
         return cls(eot, meta.get("eot_begins", False))
 
     def starts(self, rows: np.ndarray) -> np.ndarray:
@@ -241,7 +239,7 @@ def _gather(
     if vocab_size is not None and (largest := int(cut.max(initial=0))) >= vocab_size:
         row, column = np.argwhere(cut == largest)[0].tolist()
         at = tokens.place(int(starts[row]) + column)
-        raise UserError(f"{at} is {largest}, but the vocabulary is {vocab_size}")
+        raise FileError(f"{at} is {largest}, but the vocabulary is {vocab_size}")
     arrays = [(cut[:, :-1], torch.int64), (cut[:, 1:], torch.int64)]
     if documents:
         arrays.append((documents.starts(cut[:, :-1]), torch.int32))

@@ -28,7 +28,7 @@ from core.settings import UserError, check_fields
 from data import documents, shards, sources
 from data.documents import DATASETS, HUB, Piece
 from data.loader import load
-from data.schema import Json
+from data.schema import FileError, Json
 from data.tokenizer import CharTokenizer, FileTokenizer, GPT2Tokenizer, Tokenizer
 
 Fraction = Annotated[float, Field(gt=0, le=0.5)]
@@ -60,8 +60,9 @@ class PrepareConfig:
         if self.tokenizer is None:
             return GPT2Tokenizer()
         if (tokenizer := FileTokenizer.read(Path(self.tokenizer))) is None:
-            option = f"--tokenizer={printable(self.tokenizer)}"
-            raise UserError(f"{option}: expected a folder with a tokenizer.json, or the file")
+            raise FileError(
+                f"--tokenizer={self.tokenizer}: expected tokenizer.json or its folder"
+            )
         return tokenizer
 
 
@@ -69,7 +70,7 @@ def prepare(dataset: str, config: PrepareConfig) -> None:
     """Nothing is written if the dataset is there. Raises UserError."""
     if dataset not in DATASETS:
         known = f"{', '.join(DATASETS)}; your text: python -m data text --source=PATH"
-        raise UserError(f"unknown dataset {dataset!r}; known: {known}")
+        raise FileError(f"unknown dataset {dataset!r}; known: {known}")
     out_dir = Path(config.out_dir or Path(__file__).parent / dataset)
     named = printable(out_dir)
     made_from = _made_from(dataset, config)
@@ -90,8 +91,7 @@ def prepare(dataset: str, config: PrepareConfig) -> None:
                 tokenizer, found = _write_documents(dataset, config, new)
             train, val = found["tokens"].values()
             if min(train, val) < 2:
-                where = printable(config.source or dataset)
-                raise UserError(f"{where} is too short ({train + val} tokens)")
+                raise FileError(f"{config.source or dataset} is too short ({train + val} tokens)")
             V, name = tokenizer.vocab_size, tokenizer.name
             meta = {**made_from, "tokenizer": tokenizer.to_meta(), "vocab_size": V}
             # Until the end it describes no tokens.
@@ -102,7 +102,7 @@ def prepare(dataset: str, config: PrepareConfig) -> None:
                     os.fsync(f.fileno())
                 os.replace(file, out_dir / file.name)
         except OSError as e:
-            raise UserError(f"cannot write {named} ({e.strerror or e}); name another one") from e
+            raise FileError(f"cannot write {named} ({e.strerror or e}); name another one") from e
         finally:
             shutil.rmtree(new, ignore_errors=True)
     n = found.get("files") or sum(map(len, found.get("shards", {}).values()))
@@ -117,7 +117,7 @@ def _made_from(dataset: str, config: PrepareConfig) -> Json:
     options = {f.name: v for f in shaping if (v := getattr(config, f.name)) != f.default}
     if unused := options.keys() - DATASETS[dataset]:
         allowed = ", ".join(f"--{name}" for name in sorted(DATASETS[dataset]))
-        raise UserError(f"{dataset} does not support --{min(unused)}; it supports {allowed}")
+        raise FileError(f"{dataset} does not support --{min(unused)}; it supports {allowed}")
     state, source = None, options.get("source")
     if dataset.startswith("shakespeare") and source in (None, "tinyshakespeare"):
         state = None if source else sources.PLAYS_SHA256  # the text depends on the version
@@ -127,7 +127,7 @@ def _made_from(dataset: str, config: PrepareConfig) -> Json:
         try:
             stats = [(os.path.relpath(f, source), os.stat(f)) for f in files]
         except OSError as e:  # a dangling link
-            raise UserError(f"cannot read {printable(e.filename)} ({e.strerror})") from e
+            raise FileError(f"cannot read {e.filename} ({e.strerror})") from e
         sizes = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
         state = sources.sha256(repr(sizes).encode())
     if config.tokenizer is not None:
@@ -145,15 +145,14 @@ def _is_prepared(out_dir: Path, made_from: Json, force: bool) -> bool:
     if not (isinstance(meta, dict) and {"tokenizer", "vocab_size"} <= meta.keys()):
         names = [n for n in ("train.bin", "val.bin", "meta.json") if os.path.exists(out_dir / n)]
         if names:
-            has = f"{printable(out_dir)} has {' and '.join(names)} of another program"
-            raise UserError(f"{has}; use another --out_dir")
+            what = f"{' and '.join(names)} of another program"
+            raise FileError(f"{out_dir} has {what}; use another --out_dir")
         return False
     if force:
         return False
     if any(meta.get(key) != made_from[key] for key in ("dataset", "options")):
-        other = printable(f"{meta.get('dataset')}, options {meta.get('options')}")
-        has = f"{printable(out_dir)} holds another dataset ({other:.200})"
-        raise UserError(f"{has}: use another --out_dir, or --force to replace it")
+        other = f"{meta.get('dataset')}, options {meta.get('options')}"
+        raise FileError(f"{out_dir} has another dataset ({other:.99}): name another, or --force")
     try:
         for split in ("train", "val"):
             load(out_dir, split, 1, meta["vocab_size"])
@@ -208,9 +207,8 @@ def _write_documents(dataset: str, config: PrepareConfig, folder: Path) -> tuple
     fraction = config.val_fraction or (0.0005 if dataset in HUB else 0.1)
     tokenizer, workers = config.read_tokenizer(), config.workers or os.cpu_count() or 1
     if tokenizer.eot is None:
-        option = f"--tokenizer={printable(config.tokenizer)}"
         how = 'name it in its tokenizer_config.json: {"eos_token": "..."}'
-        raise UserError(f"{option} has no token that ends a document; {how}")
+        raise FileError(f"--tokenizer={config.tokenizer}: no token ends a document; {how}")
     tokenizer.encode("")  # perhaps a download
     files: list[Path] = []
     read = documents.documents(dataset, config, files)
@@ -234,7 +232,7 @@ def _write_documents(dataset: str, config: PrepareConfig, folder: Path) -> tuple
                 done = f"{count:,} documents, {tokens.total():,} tokens"
                 print(f"preparing {dataset}: {done}", file=sys.stderr, flush=True)
     if tokens.total() == count * (len(tokenizer.begin) + 1):
-        raise UserError(f"{printable(config.source or dataset)} contains no text")
+        raise FileError(f"{config.source or dataset} contains no text")
     missing = math.ceil(tokens.total() * fraction) - tokens["val"]
     if missing > tokens["val"]:
         moved = _move_tail(folder, missing, dtype, tokenizer, size["train"])

@@ -40,26 +40,31 @@ Meta = record(
               "baselines": dict[str, float]})  # fmt: skip
 
 
+class FileError(UserError):
+    """A mistake in a file or its name, in printable characters."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(printable(text))
+
+
 def read_json(path: Path, kind: object) -> Json:
-    """A JSON object of this type. Raises UserError with file, field and value."""
+    """A JSON object of this type. Raises FileError with file, field and value."""
     try:
-        return valid(json.loads(path.read_text(encoding="utf-8")), kind, printable(path))
-    except UserError:
+        return valid(json.loads(path.read_text(encoding="utf-8")), kind, str(path))
+    except FileError:
         raise
     except (OSError, ValueError, RecursionError) as e:
-        why = getattr(e, "strerror", None) or first_line(e)
-        raise UserError(f"{printable(path)}: {printable(why)}") from e
+        raise FileError(f"{path}: {getattr(e, 'strerror', None) or first_line(e)}") from e
 
 
 def valid(content: object, kind: object, origin: str) -> Json:
-    """`content` if it is of this type. Raises UserError."""
+    """`content` if it is of this type. Raises FileError."""
     try:
         _adapter(kind).validate_python(content, strict=True)
     except ValidationError as e:
         first = e.errors()[0]
-        field = printable(".".join(map(str, first["loc"])))
-        why = f"{first['msg']}, got {first['input']!r:.60}"
-        raise UserError(": ".join(filter(None, (origin, field, printable(why))))) from None
+        field = ": ".join(map(str, (origin, *first["loc"])))
+        raise FileError(f"{field}: {first['msg']}, got {first['input']!r:.60}") from None
     return cast(Json, content)
 
 

@@ -13,9 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from core.files import printable
-from core.settings import UserError
-from data.schema import Json
+from data.schema import FileError, Json
 
 MAGIC, VERSION = 20240520, 1
 HEADER = 256  # int32
@@ -52,7 +50,7 @@ class Tokens:
 
     def place(self, i: int) -> str:
         file = self._file(i)
-        return f"{printable(self.files[file]['path'])}, token {i - int(self.ends[file]):,}"
+        return f"{self.files[file]['path']}, token {i - int(self.ends[file]):,}"
 
     def _file(self, i: int) -> int:
         return int(np.searchsorted(self.ends, i, side="right")) - 1
@@ -64,21 +62,21 @@ class Tokens:
             with open(file["path"], "rb") as f:
                 return np.asarray(np.memmap(f, self.dtype, "r", **where))
         except OSError as e:
-            raise UserError(f"cannot read {printable(file['path'])} ({e.strerror})") from e
+            raise FileError(f"cannot read {file['path']} ({e.strerror})") from e
 
     def _check(self, file: Json) -> None:
-        path, size = printable(file["path"]), file["skip"] + self.dtype.itemsize * file["tokens"]
+        path, size = file["path"], file["skip"] + self.dtype.itemsize * file["tokens"]
         try:
             stat = os.stat(file["path"])
         except (OSError, ValueError) as e:  # ValueError: no name of a file
-            raise UserError(f"{path}: {getattr(e, 'strerror', e)}; {self.again}") from e
+            raise FileError(f"{path}: {getattr(e, 'strerror', e)}; {self.again}") from e
         if os.path.isdir(file["path"]):
-            raise UserError(f"{path} is a folder, expected a file")
+            raise FileError(f"{path} is a folder, expected a file")
         if stat.st_size != size:
             why = f"expected {size:,} bytes, got {stat.st_size:,}"
-            raise UserError(f"{path} is not complete, or has changed ({why}); {self.again}")
+            raise FileError(f"{path}: {why}; {self.again}")
         if file.get("mtime_ns", stat.st_mtime_ns) != stat.st_mtime_ns:
-            raise UserError(f"{path} has changed since the dataset was made; {self.again}")
+            raise FileError(f"{path} has changed since the dataset was made; {self.again}")
 
 
 def why_not_uint16(start: bytes) -> str | None:
@@ -102,7 +100,7 @@ def describe(path: str) -> Json:
         with open(path, "rb") as f:
             stat, sample = os.fstat(f.fileno()), f.read(SAMPLE)
     except OSError as e:
-        raise UserError(f"cannot read {printable(path)} ({e.strerror})") from e
+        raise FileError(f"cannot read {path} ({e.strerror})") from e
     start = sample[: 4 * HEADER]
     header, skip = np.frombuffer(start[: len(start) // 4 * 4], "<i4").tolist(), 0
     want, got = "uint16 tokens", why_not_uint16(sample)
@@ -111,14 +109,14 @@ def describe(path: str) -> Json:
         if header[:2] != [MAGIC, VERSION] or len(header) < HEADER:
             want = f"a header of {HEADER} int32 that begins {MAGIC}, {VERSION}"
             got = f"{header[:2]} in {len(start):,} bytes"
-            raise UserError(f"{printable(path)}: expected {want}; got {got}")
+            raise FileError(f"{path}: expected {want}; got {got}")
         skip, got = len(start), None
         want = f"{header[2]:,} tokens, as its header says"
     tokens, rest = divmod(stat.st_size - skip, 2)
     if rest or not tokens or (skip and tokens != header[2]):
         got = why_not_uint16(sample[skip:]) or f"{stat.st_size - skip:,} bytes of tokens"
     if got:
-        raise UserError(f"{printable(path)}: expected {want}; got {got}")
+        raise FileError(f"{path}: expected {want}; got {got}")
     about = {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
     return {"path": path, **about, "skip": skip, "tokens": tokens}
 
@@ -131,18 +129,17 @@ def paths(source: str) -> list[str]:
 def meta(source: str | None) -> Json:
     """Files and tokens of a pattern or folder ("val" in the name: validation). Raises UserError."""
     if source is None:
-        raise UserError("shards needs --source=PATTERN, as --source='fineweb_*.bin'")
+        raise FileError("shards needs --source=PATTERN, as --source='fineweb_*.bin'")
     found: dict[str, list[Json]] = {"train": [], "val": []}
     for path in paths(source):
         split = "val" if "val" in Path(path).name else "train"
         found[split].append(describe(os.path.abspath(path)))
     for split, what in ("train", "for training"), ("val", "for validation (with val in its name)"):
         if not found[split]:
-            raise UserError(f"--source={printable(source)}: no file {what}")
+            raise FileError(f"--source={source}: no file {what}")
     files = found["train"] + found["val"]
     begins = files[0]["skip"] > 0  # llm.c's
     if odd := [file["path"] for file in files if (file["skip"] > 0) != begins]:
-        both = f"{printable(files[0]['path'])} and {printable(odd[0])}"
-        raise UserError(f"of {both} only one has a header")
+        raise FileError(f"only one of {files[0]['path']} and {odd[0]} has a header")
     tokens = {split: sum(file["tokens"] for file in files) for split, files in found.items()}
     return {"dtype": "uint16", "tokens": tokens, "shards": found, "eot_begins": begins}

