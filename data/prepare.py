@@ -60,9 +60,7 @@ class PrepareConfig:
         if self.tokenizer is None:
             return GPT2Tokenizer()
         if (tokenizer := FileTokenizer.read(Path(self.tokenizer))) is None:
-            raise FileError(
-                f"--tokenizer={self.tokenizer}: expected tokenizer.json or its folder"
-            )
+            raise FileError(f"--tokenizer={self.tokenizer}: expected tokenizer.json or its folder")
         return tokenizer
 
 
