@@ -11,7 +11,7 @@ from typing import IO, Any
 
 from core.settings import UserError, first_line
 from data import sources
-from data.schema import FileError
+from data.schema import FileError, reading
 from data.tokenizer import well_formed
 
 ENDINGS = (".txt", ".jsonl")
@@ -49,10 +49,8 @@ def source_files(source: str) -> list[Path]:
             for inside in sorted(path.iterdir()):
                 visit(inside, above | {real})
 
-    try:
+    with reading(source):
         visit(Path(source), frozenset())
-    except OSError as e:
-        raise FileError(f"cannot read {e.filename} ({e.strerror})") from e
     if not os.path.isdir(source):
         return [Path(source)]
     return sorted(f for f in found.values() if f.suffix.lower() in ENDINGS and f.is_file())
@@ -86,16 +84,13 @@ def documents(dataset: str, config: Any, files: list[Path]) -> Iterator[Iterable
 
 def _read(path: Path, read: Callable[[IO[str]], str]) -> Iterator[str]:
     line = 1
-    try:
-        with path.open(encoding="utf-8-sig", errors="surrogateescape") as f:
-            while text := read(f):
-                if bad := re.search("[\udc80-\udcff]", text):
-                    line += text.count("\n", 0, bad.start())
-                    raise FileError(f"{path}, line {line}: not utf-8; convert the file")
-                yield text
-                line += text.count("\n")
-    except OSError as e:
-        raise FileError(f"cannot read {path} ({e.strerror})") from e
+    with reading(path), path.open(encoding="utf-8-sig", errors="surrogateescape") as f:
+        while text := read(f):
+            if bad := re.search("[\udc80-\udcff]", text):
+                line += text.count("\n", 0, bad.start())
+                raise FileError(f"{path}, line {line}: not utf-8; convert the file")
+            yield text
+            line += text.count("\n")
 
 
 def text_parts(path: Path) -> Iterator[str]:

@@ -28,7 +28,7 @@ from core.settings import UserError, check_fields
 from data import documents, shards, sources
 from data.documents import DATASETS, HUB, Piece
 from data.loader import load
-from data.schema import FileError, Json
+from data.schema import FileError, Json, reading
 from data.tokenizer import CharTokenizer, FileTokenizer, GPT2Tokenizer, Tokenizer
 
 Fraction = Annotated[float, Field(gt=0, le=0.5)]
@@ -122,10 +122,8 @@ def _made_from(dataset: str, config: PrepareConfig) -> Json:
     elif source:
         files = shards.paths(source) if dataset == "shards" else documents.source_files(source)
         options["source"] = os.path.abspath(source)
-        try:
+        with reading(source):  # a dangling link
             stats = [(os.path.relpath(f, source), os.stat(f)) for f in files]
-        except OSError as e:  # a dangling link
-            raise FileError(f"cannot read {e.filename} ({e.strerror})") from e
         sizes = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
         state = sources.sha256(repr(sizes).encode())
     if config.tokenizer is not None:

