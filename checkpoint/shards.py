@@ -84,7 +84,7 @@ class Shards:
             if a < b:
                 values = self._read(name, part)
                 found.append(values.reshape(-1, *shape[1:])[a - begin : b - begin])
-        return torch.cat(found).reshape(shape) if found else self.empty[name].new_empty(shape)
+        return torch.cat(found).reshape(shape) if found else torch.empty(shape)
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
         """Fill tensors, whole or sharded by rows."""

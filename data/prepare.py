@@ -12,12 +12,11 @@ import shutil
 import sys
 import time
 from collections import Counter
-from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 from pydantic import Field, PositiveInt
@@ -28,7 +27,7 @@ from core.settings import UserError, check_fields
 from data import documents, shards, sources
 from data.documents import DATASETS, HUB, Piece
 from data.loader import load
-from data.schema import FileError, Json, reading
+from data.schema import FileError, Json, read_json, reading, record
 from data.tokenizer import CharTokenizer, FileTokenizer, GPT2Tokenizer, Tokenizer
 
 Fraction = Annotated[float, Field(gt=0, le=0.5)]
@@ -135,15 +134,14 @@ def _made_from(dataset: str, config: PrepareConfig) -> Json:
 
 def _is_prepared(out_dir: Path, made_from: Json, force: bool) -> bool:
     """True if out_dir holds this dataset. Raises UserError: something else."""
-    meta: Json = {}
-    with suppress(OSError, ValueError, RecursionError):
-        meta = json.loads((out_dir / "meta.json").read_text(encoding="utf-8"))
-    if not (isinstance(meta, dict) and {"tokenizer", "vocab_size"} <= meta.keys()):
+    try:
+        meta = read_json(out_dir / "meta.json", record(tokenizer=Any, vocab_size=Any))
+    except FileError:
         names = [n for n in ("train.bin", "val.bin", "meta.json") if os.path.exists(out_dir / n)]
-        if names:
-            what = f"{' and '.join(names)} of another program"
-            raise FileError(f"{out_dir} has {what}; use another --out_dir")
-        return False
+        if not names:
+            return False
+        what = f"{' and '.join(names)} of another program"
+        raise FileError(f"{out_dir} has {what}; use another --out_dir") from None
     if force:
         return False
     if any(meta.get(key) != made_from[key] for key in ("dataset", "options")):
