@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from core.files import printable
 from core.settings import UserError, from_dict
 from data.schema import FileError, Json
 from model import GPT, GPTConfig
@@ -65,7 +66,7 @@ FIXED: Json = {
 
 def read_config(saved: Any, source: str, **changes: object) -> GPTConfig:
     """Raises UserError for what GPTConfig cannot hold."""
-    source = f"config.json of {source}"
+    source = f"config.json of {printable(source)}"
     kind = saved.get("model_type") if isinstance(saved, dict) else None
     if not isinstance(kind, str) or kind not in ASSUMED:
         raise FileError(f"{source} has model_type={kind!r}, expected one of {', '.join(ASSUMED)}")
@@ -209,20 +210,18 @@ def read_weights(saved: Mapping[str, Tensor], config: GPTConfig) -> dict[str, Te
     if config.tied:  # held twice
         left.pop("lm_head.weight", None)
     if config.position == "learned":
-        left = {_full(name): t.t() if name.endswith(CONV1D) else t for name, t in left.items()}
+        whole = ("transformer.", "lm_head.")
+        left = {n if n.startswith(whole) else f"transformer.{n}": t for n, t in left.items()}
         if (positions := left.get("transformer.wpe.weight")) is not None:
             left["transformer.wpe.weight"] = positions[: config.block_size]
-        return {name: t for name, t in left.items() if not name.endswith(MASKS)}
+        weights = {name: t for name, t in left.items() if not name.endswith(MASKS)}
+        return {name: t.t() if name.endswith(CONV1D) else t for name, t in weights.items()}
     found: dict[str, Tensor] = {}
     for ours, theirs in _llama_names(config):
         parts = [left.pop(name) for name in theirs if name in left]
         if len(parts) == len(theirs):
             found[ours] = torch.cat(parts) if len(parts) > 1 else parts[0]
     return found | left  # reported as unknown
-
-
-def _full(name: str) -> str:
-    return name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
 
 
 def write_weights(model: GPT, kind: str) -> dict[str, Tensor]:
