@@ -82,6 +82,10 @@ def plays() -> str:
     return text
 
 
+# _[Aside]_, _Exit_ and *Exit.*
+DIRECTION = r"(?ms)^_*\[[^\]]*\]_$|^_.*?_$|^\*(?!\*)[^*]+\*$"
+
+
 def strip_markdown(play: str) -> str:
     """Markdown -> speaker names and lines, a blank line between speeches."""
     text = html.unescape(play).replace("\u2014", "--")
@@ -101,21 +105,14 @@ def strip_markdown(play: str) -> str:
             found = re.search("PROLOGUE|EPILOGUE", paragraph.upper())  # some have no speaker
             speeches.append([found[0] if found else ""])
             continue
-        if (
-            (previous.startswith("### SCENE") and paragraph[0] not in "_*[")  # a long setting
-            or paragraph == title  # the head of a printed page
-            or re.match(r"\d+\. ", paragraph)  # the order of the coronation in Henry VIII
-        ):
+        setting = previous.startswith("### SCENE") and paragraph[0] not in "_*["
+        numbered = re.match(r"\d+\. ", paragraph)  # the coronation in Henry VIII
+        if setting or numbered or paragraph == title:  # the head of a printed page
             continue
-        if paragraph.startswith("EPILOGUE"):
-            name = re.match(r"EPILOGUE(?:\nSPOKEN BY (.+))?", paragraph)
-            assert name
-            speeches.append([name[1] or name[0]])
-            paragraph = paragraph[name.end() :]
+        epilogue = r"^EPILOGUE(?:\nSPOKEN BY (.+))?"
+        paragraph = re.sub(epilogue, lambda m: f"**{m[1] or m[0]}", paragraph)
         paragraph = re.sub(r"(?<=\S) _+\[([^\]]*)\]_", r" \1", paragraph)  # supplied words
-        paragraph = re.sub(r"^_*\[[^\]]*\]_$", "", paragraph, flags=re.M)  # _[Aside]_
-        paragraph = re.sub(r"^_.*?_$", "", paragraph, flags=re.M | re.S)  # _Exit_
-        paragraph = re.sub(r"^\*(?!\*)[^*]+\*$", "", paragraph, flags=re.M)  # *Exit.*
+        paragraph = re.sub(DIRECTION, "", paragraph)
         for line in filter(None, map(str.strip, paragraph.split("\n"))):
             if not line.startswith("**"):
                 speeches[-1].append(line)
