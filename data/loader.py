@@ -48,7 +48,10 @@ def read_meta(folder: str | Path) -> Json:
     if os.path.exists(path.with_name("train.bin")) and not any(map(os.path.exists, ours)):
         return _nanogpt_meta(path.parent)
     try:
-        return read_json(path, Meta)
+        meta = read_json(path, Meta)
+        if (n := len(meta["tokenizer"].get("vocabulary", ()))) not in (0, meta["vocab_size"]):
+            raise FileError(f"{path}: vocab_size is {meta['vocab_size']}, for {n} characters")
+        return meta
     except UserError as e:
         where = path.parent.absolute()
         words = [where.name] if where.name in DATASETS else ["text", "--source=PATH"]

@@ -29,9 +29,10 @@ Id = Annotated[int, Field(ge=0, le=2**32)]
 Text = Annotated[str, Field(min_length=0)]  # any constraint refuses halves of surrogate pairs
 Split = Literal["train", "val"]
 Counts = Annotated[dict[Split, Count], Field(min_length=2)]
+Characters = Annotated[list[Text], Field(min_length=1)]
 TokenizerMeta = record(
     name=Literal["char", "gpt2", "tokenizer.json"],  # older datasets lack ends and begin
-    optional={"vocabulary": list[Text], "content": Text, "eot": Id | None, "ends": list[Id],
+    optional={"vocabulary": Characters, "content": Text, "eot": Id | None, "ends": list[Id],
               "begin": list[Id]})  # fmt: skip
 Shard = record(path=str, mtime_ns=int, skip=Count, tokens=Count)  # skip: bytes
 Shards = dict[Split, Annotated[list[Shard], Field(min_length=1)]]  # type: ignore[valid-type]
