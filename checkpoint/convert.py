@@ -115,15 +115,12 @@ def _download(name: str) -> Path:
     owner = re.fullmatch(r"([\w.-]+)/[\w.-]+", name)
     if name not in HUB_NAMES and (owner is None or Path(owner[1]).exists()):
         raise FileError(f"{no_file}; models on the hub: {', '.join(HUB_NAMES)}, owner/name")
-    try:
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError
-    except ImportError:
-        raise FileError(f"{no_file}; to download it: pip install huggingface_hub") from None
     # The root logger would repeat its warnings.
     logging.getLogger("huggingface_hub").propagate = False
     files = ["model*.safetensors", f"{WEIGHTS}.index.json", "*config.json", "tokenizer.json"]
     try:
+        from huggingface_hub import snapshot_download
+
         return Path(snapshot_download(name, allow_patterns=[*files, *OTHER_FILES, *ENDS_IN]))
-    except (OSError, ValueError, HfHubHTTPError) as e:
+    except (ImportError, OSError, ValueError) as e:
         raise FileError(f"{no_file}; download failed ({first_line(e)})") from e
