@@ -28,7 +28,6 @@ Count = Annotated[int, Field(ge=0, le=2**48)]
 Id = Annotated[int, Field(ge=0, le=2**32)]
 Text = Annotated[str, Field(min_length=0)]  # any constraint refuses halves of surrogate pairs
 Split = Literal["train", "val"]
-Counts = Annotated[dict[Split, Count], Field(min_length=2)]
 Characters = Annotated[list[Text], Field(min_length=1)]
 TokenizerMeta = record(
     name=Literal["char", "gpt2", "tokenizer.json"],  # older datasets lack ends and begin
@@ -37,8 +36,8 @@ TokenizerMeta = record(
 Shard = record(path=str, mtime_ns=int, skip=Count, tokens=Count)  # skip: bytes
 Shards = dict[Split, Annotated[list[Shard], Field(min_length=1)]]  # type: ignore[valid-type]
 Meta = record(
-    tokenizer=TokenizerMeta, vocab_size=Id, tokens=Counts,
-    optional={"dtype": Literal["uint16", "uint32"], "bytes": Counts, "eot_begins": bool,
+    tokenizer=TokenizerMeta, vocab_size=Id, tokens=Annotated[dict[Split, Count], Field(min_length=2)],
+    optional={"dtype": Literal["uint16", "uint32"], "bytes": dict[Split, Count], "eot_begins": bool,
               "shards": Annotated[Shards, Field(min_length=2)], "options": Json,
               "baselines": dict[str, float]})  # fmt: skip
 
