@@ -34,10 +34,11 @@ TokenizerMeta = record(
     optional={"vocabulary": Characters, "content": Text, "eot": Id | None, "ends": list[Id],
               "begin": list[Id]})  # fmt: skip
 Shard = record(path=str, mtime_ns=int, skip=Count, tokens=Count)  # skip: bytes
+Sizes = dict[Split, Count]
 Shards = dict[Split, Annotated[list[Shard], Field(min_length=1)]]  # type: ignore[valid-type]
 Meta = record(
-    tokenizer=TokenizerMeta, vocab_size=Id, tokens=Annotated[dict[Split, Count], Field(min_length=2)],
-    optional={"dtype": Literal["uint16", "uint32"], "bytes": dict[Split, Count], "eot_begins": bool,
+    tokenizer=TokenizerMeta, vocab_size=Id, tokens=Annotated[Sizes, Field(min_length=2)],
+    optional={"dtype": Literal["uint16", "uint32"], "bytes": Sizes, "eot_begins": bool,
               "shards": Annotated[Shards, Field(min_length=2)], "options": Json,
               "baselines": dict[str, float]})  # fmt: skip
 
