@@ -16,7 +16,7 @@ from checkpoint import store
 from checkpoint.convert import save_hf
 from checkpoint.store import Checkpoint
 from core.files import printable
-from core.settings import Texts, exit_on_user_error, read
+from core.settings import Texts, exit_on_user_error, read, user_errors
 from data.schema import FileError, Json
 from model import GPT
 
@@ -60,7 +60,8 @@ def main(argv: list[str]) -> int:
 
 
 def export(model: GPT, saved: Checkpoint, folder: Path) -> None:
-    tokenizer = data.from_meta(saved.settings["tokenizer"])
+    with user_errors(f"{saved.folder}: "):
+        tokenizer = data.from_meta(saved.settings["tokenizer"])
     eot, content, ends = tokenizer.eot, tokenizer.to_json(), [*tokenizer.ends]
     bos = next(iter(tokenizer.begin), eot)
     ids: Json = {"bos_token_id": bos, "eos_token_id": ends if ends[1:] else eot}

@@ -25,7 +25,7 @@ from core.optimizer import numbers, tensors
 from core.options import TrainConfig
 from core.parallel import fill, is_sharded, whole
 from core.runtime import dtype_name, pick_device, pick_dtype, random_state, set_random_state
-from core.settings import Loaded
+from core.settings import Loaded, user_errors
 from data.loader import fits
 from data.schema import FileError, Json
 from data.tokenizer import same
@@ -222,7 +222,9 @@ def build_model(loaded: Loaded[TrainConfig], meta: Json) -> GPT:
     tokenizer, has = tokenizer_meta(source), model.config.vocab_size
     sized = f"{named} (vocabulary of {has})"
     dataset = f"--dataset={printable(config.dataset)} (vocabulary of {V})"
-    if has < V or not (tokenizer is None or same(tokenizer, meta["tokenizer"])):
+    with user_errors(f"{named}: "):
+        other = tokenizer is not None and not same(tokenizer, meta["tokenizer"])
+    if has < V or other:
         how = f"prepare it with the model's: {command(f'--tokenizer={source}')}"
         raise FileError(f"{sized} has another tokenizer than {dataset}; {how}")
     known = meta["tokenizer"]["name"] == "gpt2" or trained_on(source) == Path(config.dataset).name
