@@ -39,7 +39,7 @@ from checkpoint.shards import INDEX, Shards, load_torch
 from core.distributed import DistInfo
 from core.files import command, printable
 from core.settings import UserError, first_line, from_dict
-from data.schema import Count, FileError, Json, TokenizerMeta, read_json, record, valid
+from data.schema import Count, FileError, Json, read_json, record, valid
 from model import GPT, GPTConfig
 
 log = logging.getLogger("nanoattn")
@@ -48,7 +48,7 @@ STEP = r"step-\d+"
 CHECKSUMS = "checksums.json"
 T = TypeVar("T")
 _warn_once = cache(log.warning)
-Settings = record(train=Json, model=Json, tokenizer=TokenizerMeta)
+Settings = record(train=Json, model=Json, tokenizer=Json)
 Loss = float | None
 State = record(step=Count, optional={"val_loss": Loss, "best_val_loss": Loss, "best_since": Count,
                                      "sequences_seen": Count})  # fmt: skip

