@@ -64,10 +64,10 @@ class Tokens:
     def _check(self, file: Json) -> None:
         path, size = file["path"], file["skip"] + self.dtype.itemsize * file["tokens"]
         try:
-            stat = os.stat(file["path"])
+            stat = os.stat(path)
         except (OSError, ValueError) as e:  # ValueError: no name of a file
             raise FileError(f"{path}: {getattr(e, 'strerror', e)}; {self.again}") from e
-        if os.path.isdir(file["path"]):
+        if os.path.isdir(path):
             raise FileError(f"{path} is a folder, expected a file")
         if stat.st_size != size:
             why = f"expected {size:,} bytes, got {stat.st_size:,}"
