@@ -268,8 +268,7 @@ def restore_run(config: TrainConfig, model: GPT, optimizer: torch.optim.Optimize
     where = printable(config.out_dir)
     distributed.say(f"resuming {where} after step {step} and {seen:,} sequences")
     if (was := before.global_batch) != (now := config.global_batch):
-        rate = "the learning rate stays a function of the step"
-        distributed.say(f"a step has {now:,} sequences, before {was:,}; {rate}")
+        distributed.say(f"a step has {now:,} sequences, before {was:,}")
     since = state.get("best_since", 0)
     mask = before.document_mask != config.document_mask
     if mask or state.get("val_windows", val_windows) != val_windows:

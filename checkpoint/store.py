@@ -143,7 +143,7 @@ def best_folder(out_dir: str | Path) -> Path | None:
 
 
 def own_checkpoint(init_from: str) -> Path | None:
-    """A run's newest checkpoint, or this folder if it is one."""
+    """A run's newest checkpoint, or the folder if it is one."""
     if found := folders(init_from):
         return found[-1]
     names = "settings.json", "train_state.json"
@@ -181,7 +181,7 @@ def check_shapes(own: Mapping[str, Tensor], saved: Mapping[str, Any], origin: st
 
 
 def read_file(path: Path, reader: Callable[[Path], T], advise: bool = True) -> T:
-    """reader(path). Raises UserError if it fails or the file was changed."""
+    """reader(path). Raises UserError: it fails, or the file was changed."""
     try:
         content = reader(path)
         _verify(path)
