@@ -29,7 +29,8 @@ def load_nanogpt(path: str | Path, policy: Policy = Policy(), **changes: object)
     saved = store.read_file(Path(path), lambda p: valid(store.load_torch(p), NanoGPT, origin))
     fields = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout")
     sizes = {f: saved["model_args"][f] for f in fields if f in saved["model_args"]}
-    model = GPT(from_dict(GPTConfig, {**sizes, **changes}, str(path)), policy)
+    config = from_dict(GPTConfig, {**sizes, **changes}, str(path))
+    model = store.new_model(config, policy, str(path))
     prefix = r"((_orig_mod|module)\.)*"  # of torch.compile and DDP
     weights = {re.sub(prefix, "", name, count=1): t for name, t in saved["model"].items()}
     derived = (*families.MASKS, "lm_head.weight")
@@ -50,7 +51,7 @@ def load_hf(source: str, policy: Policy = Policy(), **changes: object) -> GPT:
     weights: dict[str, Tensor] = {}
     for file in sorted(files):
         weights |= store.read_file(folder / file, load_file)
-    model = GPT(config, policy)
+    model = store.new_model(config, policy, source)
     store.load_weights(model, families.read_weights(weights, config), source)
     return model
 

@@ -216,7 +216,7 @@ def build_model(loaded: Loaded[TrainConfig], meta: Json) -> GPT:
     if "attention_window" in loaded.origins:  # else the checkpoint's
         changes["attention_window"] = config.attention_window
     if resuming:
-        model = GPT(store.load(source).config(**changes), config.policy)
+        model = store.new_model(store.load(source).config(**changes), config.policy, named)
     else:
         model = init_model(source, config.policy, **changes)
     tokenizer, has = tokenizer_meta(source), model.config.vocab_size

@@ -110,7 +110,7 @@ class Checkpoint:
         return self._read("optimizer.pt", lambda p: valid(load_torch(p), Rest, str(p)))
 
     def model(self, policy: Policy = Policy(), **changes: object) -> GPT:
-        model = GPT(self.config(**changes), policy)
+        model = new_model(self.config(**changes), policy, str(self.folder))
         load_weights(model, self.weights(), str(self.folder))
         return model
 
@@ -160,6 +160,13 @@ def load(folder: str | Path, advise: bool = True) -> Checkpoint:
         read_file(state, lambda path: read_json(path, State), advise),
         advise,
     )
+
+
+def new_model(config: GPTConfig, policy: Policy, origin: str) -> GPT:
+    try:
+        return GPT(config, policy)
+    except RuntimeError as e:  # no memory for its sizes
+        raise FileError(f"{origin}: {first_line(e)}") from e
 
 
 def load_weights(model: GPT, weights: Mapping[str, Tensor], origin: str) -> None:
