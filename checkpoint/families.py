@@ -46,7 +46,6 @@ LLAMA_BLOCK = {  # ours -> theirs, stacked
 }
 LLAMA_ENDS = {"transformer.wte": ("model.embed_tokens",), "transformer.ln_f": ("model.norm",),
               "lm_head": ("lm_head",)}  # fmt: skip
-CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # GPT-2's, transposed
 MASKS = (".attn.bias", ".attn.masked_bias")  # no weights
 # transformers' defaults for missing fields.
 ASSUMED: dict[str, Json] = {
@@ -215,7 +214,7 @@ def read_weights(saved: Mapping[str, Tensor], config: GPTConfig) -> dict[str, Te
         if (positions := left.get("transformer.wpe.weight")) is not None:
             left["transformer.wpe.weight"] = positions[: config.block_size]
         weights = {name: t for name, t in left.items() if not name.endswith(MASKS)}
-        return {name: t.t() if name.endswith(CONV1D) else t for name, t in weights.items()}
+        return {name: t.t() if is_conv1d(name) else t for name, t in weights.items()}
     found: dict[str, Tensor] = {}
     for ours, theirs in _llama_names(config):
         parts = [left.pop(name) for name in theirs if name in left]
@@ -229,7 +228,7 @@ def write_weights(model: GPT, kind: str) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     if kind == "gpt2":
         for name, tensor in own.items():
-            found[name] = tensor.t() if name.endswith(CONV1D) else tensor
+            found[name] = tensor.t() if is_conv1d(name) else tensor
             bias = name.removesuffix("weight") + "bias"
             alone = name.endswith(("wte.weight", "wpe.weight", "lm_head.weight", "bias"))
             if not alone and bias not in own:
@@ -252,3 +251,8 @@ def _llama_names(config: GPTConfig) -> Iterator[tuple[str, list[str]]]:
     for ours, theirs in names:
         for part in ("weight", "bias"):
             yield f"{ours}.{part}", [f"{name}.{part}" for name in theirs]
+
+
+def is_conv1d(name: str) -> bool:
+    """GPT-2's are transposed."""
+    return name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
