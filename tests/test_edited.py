@@ -34,7 +34,9 @@ def places(content: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 def edit(path: Path, good: str, draw: Any) -> None:
     content = json.loads(good)
-    *before, key = draw.draw(st.sampled_from([*places(content)]))
+    slow = "compile", "deterministic"  # the latter for all of the process
+    found = [at for at in places(content) if at[-1] not in slow]
+    *before, key = draw.draw(st.sampled_from(found))
     inner = content
     for step in before:
         inner = inner[step]
@@ -84,4 +86,4 @@ def test_a_checkpoint(name: str, room: Path, draw: Any) -> None:
     edit(path, good, draw)
     r = run_line(["--init_from=resume", f"--out_dir={room / 'run'}", "--eval_only=True"], room)
     path.write_text(good)
-    assert r.code == 0 or path.parent.name in refusal(r)
+    assert r.code == 0 or refusal(r)
