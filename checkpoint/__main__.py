@@ -12,11 +12,12 @@ from typing import Literal
 from safetensors import SafetensorError
 
 import data
-from checkpoint import families, store
+from checkpoint import store
 from checkpoint.convert import save_hf
-from checkpoint.store import Checkpoint, Json
+from checkpoint.store import Checkpoint
 from core.files import printable
-from core.settings import Texts, UserError, exit_on_user_error, read
+from core.settings import Texts, exit_on_user_error, read, user_errors
+from data.schema import FileError, Json
 from model import GPT
 
 
@@ -32,12 +33,12 @@ class ExportConfig:
 def main(argv: list[str]) -> int:
     config = read(ExportConfig, argv, positional="command").settings
     if len(config.command) != 2 or config.command[0] != "export" or not config.command[1]:
-        raise UserError("usage: python -m checkpoint export FOLDER [--to=PLACE]")
+        raise FileError("usage: python -m checkpoint export FOLDER [--to=PLACE]")
     to = Path(config.to or f"{config.command[1]}/export")
     if (source := store.own_checkpoint(config.command[1])) is None:
-        raise UserError(f"no checkpoint in {printable(config.command[1])}")
+        raise FileError(f"no checkpoint in {config.command[1]}")
     if to.exists():
-        raise UserError(f"{printable(to)} exists: name a new folder, or delete it")
+        raise FileError(f"{to} exists: name a new folder, or delete it")
     saved = store.load(source)
     model, partial = saved.model(), to.with_name(f".{to.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -51,7 +52,7 @@ def main(argv: list[str]) -> int:
                 shutil.copyfile(source / name, partial / name)
         partial.rename(to)
     except (OSError, SafetensorError) as e:
-        raise UserError(f"could not write {printable(to)} ({store.disk_error(e)})") from e
+        raise FileError(f"could not write {to} ({store.disk_error(e)})") from e
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     print(f"exported {printable(source)} to {printable(to)} ({config.format})")
@@ -59,15 +60,15 @@ def main(argv: list[str]) -> int:
 
 
 def export(model: GPT, saved: Checkpoint, folder: Path) -> None:
-    tokenizer = data.from_meta(saved.settings["tokenizer"])
-    kind = families.write_config(model.config)["model_type"]
-    if kind == "qwen2" and not isinstance(tokenizer, data.FileTokenizer):
-        # It ignores the pre-tokenizer of tokenizer.json: other ids, without a warning.
-        raise UserError("--bias=qkv (qwen2) needs Qwen's tokenizer: transformers uses no other")
+    with user_errors(f"{saved.folder}: "):
+        tokenizer = data.from_meta(saved.settings["tokenizer"])
     eot, content, ends = tokenizer.eot, tokenizer.to_json(), [*tokenizer.ends]
     bos = next(iter(tokenizer.begin), eot)
     ids: Json = {"bos_token_id": bos, "eos_token_id": ends if ends[1:] else eot}
-    config = save_hf(cropped(model, tokenizer.vocab_size), folder, **ids)
+    config = save_hf(_cropped(model, tokenizer.vocab_size), folder, **ids)
+    if config["model_type"] == "qwen2" and not isinstance(tokenizer, data.FileTokenizer):
+        # It ignores the pre-tokenizer of tokenizer.json: other ids, without a warning.
+        raise FileError("--bias=qkv (qwen2) needs Qwen's tokenizer: transformers uses no other")
     store.save_json(content, folder / "tokenizer.json")
     special = {token["id"]: token["content"] for token in content["added_tokens"]}
     names = {"bos_token": special.get(bos), "eos_token": special.get(eot)}
@@ -77,7 +78,7 @@ def export(model: GPT, saved: Checkpoint, folder: Path) -> None:
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": model.config.block_size,
         "clean_up_tokenization_spaces": False,
-        **{k: name for k, name in names.items() if name in special.values()},
+        **{k: name for k, name in names.items() if name is not None},
     }
     store.save_json(tokens, folder / "tokenizer_config.json")
     ids |= {"do_sample": True, "max_new_tokens": 100}  # else a server ignores the temperature
@@ -102,7 +103,7 @@ on `{dataset}` for {saved.step:,} steps. Validation loss: {evaluated}.
     (folder / "README.md").write_text(card, encoding="utf-8")
 
 
-def cropped(model: GPT, vocab_size: int) -> GPT:
+def _cropped(model: GPT, vocab_size: int) -> GPT:
     if vocab_size >= model.config.vocab_size:
         return model
     small = GPT(replace(model.config, vocab_size=vocab_size))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from checkpoint import shards, store
+from checkpoint import store
 from checkpoint.convert import init_model, tokenizer_meta, trained_on
-from checkpoint.store import Checkpoint, Json, resume_command
+from checkpoint.store import Checkpoint
 from core import background, files, runtime
 from core.distributed import DistInfo
 from core.files import command, printable
@@ -24,14 +25,27 @@ from core.optimizer import numbers, tensors
 from core.options import TrainConfig
 from core.parallel import fill, is_sharded, whole
 from core.runtime import dtype_name, pick_device, pick_dtype, random_state, set_random_state
-from core.settings import Loaded, UserError
+from core.settings import Loaded, user_errors
 from data.loader import fits
+from data.schema import FileError, Json
 from data.tokenizer import same
 from model import GPT
 
 # Fixed by the weights.
 SHAPE = ("n_layer", "n_head", "n_kv_head", "n_embd", "bias", "gelu", "position", "norm", "mlp",
          "qk_norm", "tied")  # fmt: skip
+
+
+def resume_command(out_dir: str, distributed: DistInfo) -> str:
+    """Resume this run; before its first checkpoint the given command."""
+    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    try:
+        times = [p.stat().st_mtime for p in store.folders(out_dir)]
+    except FileNotFoundError:  # rank 0 has just deleted one
+        times = [math.inf]
+    own = times and (again or max(times) >= distributed.began)
+    words = ["--init_from=resume", f"--out_dir={out_dir}"] if own else sys.argv[1:]
+    return f"{distributed.launcher} train.py {command(*words)}"
 
 
 @dataclass
@@ -50,10 +64,8 @@ class Saver:
     def save(self, model: GPT, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler,
              settings: Json, tokenizer: Json, *, step: int, val_loss: float | None,
              **state: object) -> None:  # fmt: skip
-        """Write a checkpoint; in the background, return when the tensors are copied.
-
-        `state` goes into train_state.json. Raises UserError: this one or the previous one failed.
-        """
+        """Write a checkpoint; in the background, return when the tensors are copied. Raises
+        UserError: this one or the previous one failed."""
         self.wait()
         distributed = self.distributed
         if val_loss is not None:
@@ -107,9 +119,8 @@ class Saver:
         """The newest checkpoint, and how to continue."""
         if self._written is not None:
             self._written.exception()  # wait() raises it
-        found = store.folders(self.out_dir)
         good = "there is no checkpoint yet"
-        if found:
+        if found := store.folders(self.out_dir):
             good = f"{printable(found[-1])} is the last good checkpoint"
         return f"{good}; to continue: {resume_command(self.out_dir, self.distributed)}"
 
@@ -133,9 +144,8 @@ def explained(config: TrainConfig, distributed: DistInfo) -> Iterator[None]:
     """Leave the processes; explain failures, name lost ranks."""
     half, twice = max(1, config.batch_size // 2), config.gradient_accumulation_steps * 2
     less_memory = f"--batch_size={half} with --gradient_accumulation_steps={twice}"
-    less_memory += ", or --gradient_checkpointing=True"
     try:
-        with runtime.explained(less_memory):
+        with runtime.explained(f"{less_memory}, or --gradient_checkpointing=True"):
             yield
     except RuntimeError as e:
         distributed.name_missing(e, resume_command(config.out_dir, distributed))
@@ -144,7 +154,7 @@ def explained(config: TrainConfig, distributed: DistInfo) -> Iterator[None]:
 
 
 def resumed(loaded: Loaded[TrainConfig]) -> Loaded[TrainConfig]:
-    """The newest checkpoint's settings, overridden by the given ones. Raises UserError."""
+    """The newest checkpoint's settings under the given ones. Raises UserError."""
     settings = loaded.settings
     saved = store.load(store.latest(settings.out_dir))
     folder = printable(saved.folder)
@@ -156,31 +166,29 @@ def resumed(loaded: Loaded[TrainConfig]) -> Loaded[TrainConfig]:
     before = replace(before, **{name: getattr(model, name) for name in names})
     if (kept := before.optimizer) != (wanted := changes.get("optimizer", kept)):
         why = f"{folder} was trained with --optimizer={kept}, whose state {wanted} cannot use"
-        raise UserError(f"{why}; for its weights: {command(f'--init_from={settings.out_dir}')}")
+        raise FileError(f"{why}; for its weights: {command(f'--init_from={settings.out_dir}')}")
     # Another person's checkpoint must not download code, or upload.
-    refused = {"attention_hub_kernels"}
-    run = Path(settings.out_dir, "wandb_id.txt")
+    run, refused = Path(settings.out_dir, "wandb_id.txt"), {"attention_hub_kernels"}
     if not run.is_file() or run.is_symlink():
         refused |= {name for name in vars(settings) if name.startswith("wandb_")}
     for name in ("attention_hub_kernels", "wandb_log"):
         if getattr(before, name) and name not in changes:
             how = "is not resumed" if name in refused else f"goes on in the run of {printable(run)}"
             store.log.warning(f"--{name}=True of {folder} {how}")
-    for name in refused:
-        changes.setdefault(name, getattr(settings, name))
+    usual = {name: getattr(settings, name) for name in refused}
     if before.lr_decay_iters is None:  # a larger max_iters must not raise the learning rate
-        changes.setdefault("lr_decay_iters", before.max_iters)
+        usual["lr_decay_iters"] = before.max_iters
     if os.environ.get("WORLD_SIZE", "1") == "1":
-        changes = {"parallel": "ddp", "context_parallel": 1} | changes
-    if changes.get("parallel") == "ddp":
-        changes.setdefault("shard_size", None)
+        usual |= {"parallel": "ddp", "context_parallel": 1}
+    if (usual | changes).get("parallel") == "ddp":
+        usual["shard_size"] = None
     if before.dtype == "auto":
         there = pick_device(changes.get("device", before.device))
-        changes.setdefault("dtype", dtype_name(pick_dtype("auto", there)))
+        usual["dtype"] = dtype_name(pick_dtype("auto", there))
     try:
-        merged = replace(before, **changes)
+        merged = replace(before, **{**usual, **changes})
     except ValueError as e:
-        raise UserError(f"{e} (resuming {folder})") from e
+        raise FileError(f"{e} (resuming {folder})") from e
     origins = dict.fromkeys((f.name for f in fields(settings)), folder) | loaded.origins
     return Loaded(merged, origins)
 
@@ -208,15 +216,17 @@ def build_model(loaded: Loaded[TrainConfig], meta: Json) -> GPT:
     if "attention_window" in loaded.origins:  # else the checkpoint's
         changes["attention_window"] = config.attention_window
     if resuming:
-        model = GPT(store.load(source).config(**changes), config.policy)
+        model = store.new_model(store.load(source).config(**changes), config.policy, named)
     else:
         model = init_model(source, config.policy, **changes)
     tokenizer, has = tokenizer_meta(source), model.config.vocab_size
     sized = f"{named} (vocabulary of {has})"
     dataset = f"--dataset={printable(config.dataset)} (vocabulary of {V})"
-    if has < V or not (tokenizer is None or same(tokenizer, meta["tokenizer"])):
+    with user_errors(f"{named}: "):
+        other = tokenizer is not None and not same(tokenizer, meta["tokenizer"])
+    if has < V or other:
         how = f"prepare it with the model's: {command(f'--tokenizer={source}')}"
-        raise UserError(f"{sized} has another tokenizer than {dataset}; {how}")
+        raise FileError(f"{sized} has another tokenizer than {dataset}; {how}")
     known = meta["tokenizer"]["name"] == "gpt2" or trained_on(source) == Path(config.dataset).name
     if tokenizer is None and not (known and fits(V, has)):
         store.log.warning(f"{sized} has no tokenizer: its own may differ from that of {dataset}")
@@ -226,7 +236,7 @@ def build_model(loaded: Loaded[TrainConfig], meta: Json) -> GPT:
             have, want = model.config.kv_heads, want or model.config.n_head
         if name in loaded.origins and want is not None and want != have:
             wanted = f"{want} ({loaded.origins[name]})"
-            raise UserError(f"{named} has {name}={have}, which cannot be changed to {wanted}")
+            raise FileError(f"{named} has {name}={have}, which cannot be changed to {wanted}")
     T, have = config.block_size, model.config.block_size
     if "block_size" not in loaded.origins:
         ours = Path(source).is_file() or store.own_checkpoint(source)
@@ -234,7 +244,7 @@ def build_model(loaded: Loaded[TrainConfig], meta: Json) -> GPT:
     try:
         model.crop_block_size(T)
     except ValueError as e:
-        raise UserError(f"{e} ({named})") from e
+        raise FileError(f"{e} ({named})") from e
     return model
 
 
@@ -249,25 +259,21 @@ class Progress:
 def restore_run(config: TrainConfig, model: GPT, optimizer: torch.optim.Optimizer,
                 scaler: torch.amp.GradScaler, distributed: DistInfo,
                 val_windows: int) -> Progress:  # fmt: skip
-    """Restore the newest checkpoint, and print where the run goes on. Another val_windows
-    (fingerprint()) begins a new best loss."""
+    """Restore the newest checkpoint. Another val_windows (fingerprint()) begins a new best loss."""
     saved = store.load(store.latest(config.out_dir))
     step, best = restore(saved, model, optimizer, scaler, config.seed, distributed)
-    before, state = saved.settings["train"], saved.state
-    was = before["batch_size"] * before["gradient_accumulation_steps"]
-    now = config.batch_size * config.gradient_accumulation_steps
-    tokens = state.get("sequences_seen", step * was) * before["block_size"]
+    before, state = saved.read("train", TrainConfig), saved.state
+    tokens = state.get("sequences_seen", step * before.global_batch) * before.block_size
     seen = math.ceil(tokens / config.block_size)
     where = printable(config.out_dir)
     distributed.say(f"resuming {where} after step {step} and {seen:,} sequences")
-    if was != now:
-        rate = "the learning rate stays a function of the step"
-        distributed.say(f"a step has {now:,} sequences, before {was:,}; {rate}")
+    if (was := before.global_batch) != (now := config.global_batch):
+        distributed.say(f"a step has {now:,} sequences, before {was:,}")
     since = state.get("best_since", 0)
-    mask = before.get("document_mask", False) != config.document_mask
+    mask = before.document_mask != config.document_mask
     if mask or state.get("val_windows", val_windows) != val_windows:
         names = ("dataset", "eval_iters", "batch_size", "document_mask")
-        changed = [f"--{name}" for name in names if before.get(name) != getattr(config, name)]
+        changed = [f"--{n}" for n in names if getattr(before, n) != getattr(config, n)]
         what = ", ".join(changed) or "the data"
         distributed.say(f"the evaluation is another one ({what}): a new best loss begins")
         best, since = math.inf, step
@@ -279,19 +285,16 @@ def restore_run(config: TrainConfig, model: GPT, optimizer: torch.optim.Optimize
 def restore(saved: Checkpoint, model: GPT, optimizer: torch.optim.Optimizer,
             scaler: torch.amp.GradScaler, seed: int,
             distributed: DistInfo) -> tuple[int, float]:  # fmt: skip
-    """Restore parameters or DTensors, from any number of processes; return (step, lowest validation
-    loss). Raises UserError on all processes."""
-
+    """Restore tensors, whole or sharded; return (step, lowest validation loss). Raises UserError on
+    all processes."""
     with store.together(distributed):
         rest, targets = saved.rest(), tensors(model, optimizer)
-        if saved.index is not None:
-            folder = saved.index.parent
-            found = store.read_file(saved.index, lambda index: shards.empty(folder))
-            store.check_shapes(targets, found, str(folder))
-            store.read_file(saved.index, lambda index: shards.read(folder, targets))
+        if saved.sharded:
+            store.check_shapes(targets, saved.shards(lambda s: s.empty), str(saved.folder))
+            saved.shards(lambda shards: shards.fill(targets))
         else:
             values = {f"model.{name}": value for name, value in saved.weights().items()}
-            state = rest["optimizer"].get("state") or {}
+            state = rest["optimizer"].get("state", {})
             if saved.step == 0 and not state:
                 targets = {name: t for name, t in targets.items() if name.startswith("model.")}
             for name, number in numbers(model, optimizer).items():

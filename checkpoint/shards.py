@@ -9,7 +9,6 @@ The index of torch.distributed.checkpoint is a pickle, which could run code.
 from __future__ import annotations
 
 import io
-import json
 import pickle
 import zlib
 from collections.abc import Mapping
@@ -20,19 +19,24 @@ import torch
 from torch import Tensor
 
 from core.distributed import DistInfo
-from core.files import printable
 from core.parallel import local, local_part
 from core.runtime import dtype_name
-from core.settings import UserError
+from data.schema import Count, FileError, Json, read_json, record
 
 INDEX = "index.json"
-Json = dict[str, Any]
+
+
+Part = record(at=list[Count], shape=list[Count], file=str, offset=Count, length=Count,
+              optional={"crc32": int})  # fmt: skip  # which older versions lack
+Parts = list[Part]  # type: ignore[valid-type]
+Entry = record(dtype=str, shape=list[Count], parts=Parts)
+Index = dict[str, Entry]  # type: ignore[valid-type]
 
 
 def write(folder: Path, tensors: Mapping[str, Tensor], distributed: DistInfo) -> Json:
-    """Write this process's file; return its index entries."""
+    """Write this process's file; return its entries of the index."""
     if not folder.exists():
-        raise UserError(f"{printable(folder)} is missing: all processes must share one out_dir")
+        raise FileError(f"{folder} is missing: all processes must share one out_dir")
     entries: Json = {}
     file = f"__{distributed.rank}_0.distcp"
     with (folder / file).open("wb") as f:
@@ -52,45 +56,60 @@ def write(folder: Path, tensors: Mapping[str, Tensor], distributed: DistInfo) ->
     return entries
 
 
-def joined(entries: list[Json]) -> Json:
-    index: Json = {}
-    for own in entries:
-        for name, entry in own.items():
-            index.setdefault(name, {**entry, "parts": []})["parts"] += entry["parts"]
-    return index
+class Shards:
+    """A checkpoint's tensors, read row by row. Any exception: damage."""
 
+    def __init__(self, index: Path) -> None:
+        self.folder = index.parent
+        self.index = read_json(index, Index)
+        self.empty: dict[str, Tensor] = {}  # shapes and dtypes
+        for name, saved in self.index.items():
+            saved["parts"].sort(key=lambda part: part["at"])
+            shape, end = saved["shape"], 0
+            for part in saved["parts"]:
+                at = [end, *[0] * len(shape[1:])] if shape else []
+                fits = part["at"] == at and part["shape"][1:] == shape[1:]
+                end = end + _rows(part["shape"]) if fits else -1
+            if end != _rows(shape):
+                raise ValueError(f"the parts of {name} do not cover its {shape} exactly once")
+            dtype = getattr(torch, saved["dtype"])
+            self.empty[name] = torch.empty(shape, dtype=dtype, device="meta")
 
-def empty(folder: Path, prefix: str = "", device: str = "meta") -> dict[str, Tensor]:
-    """Uninitialized, with the saved shapes and dtypes."""
-    return {
-        name: torch.empty(saved["shape"], dtype=getattr(torch, saved["dtype"]), device=device)
-        for name, saved in _read_index(folder).items()
-        if name.startswith(prefix)
-    }
-
-
-def read_whole(folder: Path, prefix: str) -> dict[str, Tensor]:
-    """Full tensors on the CPU, the prefix removed."""
-    tensors = empty(folder, prefix, "cpu")
-    read(folder, tensors)
-    return {name.removeprefix(prefix): t for name, t in tensors.items()}
-
-
-def read(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Fill tensors, whole or sharded by rows. Raises ValueError: damage."""
-    entries = _read_index(folder)
-    for name, target in tensors.items():
-        saved = entries[name]
-        shape, at, _ = local_part(target)
-        first, end = _rows(at, shape)
-        rows = local(target).reshape(1) if target.ndim == 0 else local(target)
-        for part in saved["parts"]:
-            begin, stop = _rows(part["at"], part["shape"])
-            a, b = max(first, begin), min(end, stop)
+    def rows(self, name: str, at: list[int], shape: list[int]) -> Tensor:
+        first, found = sum(at[:1]), []
+        end = first + _rows(shape)
+        for part in self.index[name]["parts"]:
+            begin = sum(part["at"][:1])
+            a, b = max(first, begin), min(end, begin + _rows(part["shape"]))
             if a < b:
-                values = _read_part(folder, name, part, saved["dtype"])
-                values = values.reshape(-1, *shape[1:])
-                rows[a - first : b - first].copy_(values[a - begin : b - begin])
+                values = self._read(name, part)
+                found.append(values.reshape(-1, *shape[1:])[a - begin : b - begin])
+        return torch.cat(found).reshape(shape) if found else torch.empty(shape)
+
+    def fill(self, tensors: Mapping[str, Tensor]) -> None:
+        """Fill tensors, whole or sharded by rows."""
+        for name, target in tensors.items():
+            shape, at, _ = local_part(target)
+            local(target).copy_(self.rows(name, at, shape))
+
+    def whole(self, prefix: str = "") -> dict[str, Tensor]:
+        """Full tensors on the CPU, the prefix removed."""
+        names = (name for name in self.index if name.startswith(prefix))
+        shapes = {name: self.index[name]["shape"] for name in names}
+        return {n.removeprefix(prefix): self.rows(n, [0], shape) for n, shape in shapes.items()}
+
+    def _read(self, name: str, part: Json) -> Tensor:
+        if Path(part["file"]).name != part["file"]:
+            raise ValueError(f"{part['file']!r} is not a file in this folder")
+        with (self.folder / part["file"]).open("rb") as f:
+            f.seek(part["offset"])
+            content = f.read(part["length"])
+        if part.get("crc32", crc := zlib.crc32(content)) != crc:
+            raise ValueError(f"{part['file']} is damaged: {name} has another CRC-32 than {INDEX}")
+        saved: Tensor = load_torch(io.BytesIO(content))
+        if (saved.dtype, [*saved.shape]) != (self.empty[name].dtype, part["shape"]):
+            raise ValueError(f"{name} in {part['file']} is not as {INDEX} has it")
+        return saved
 
 
 def load_torch(file: Path | IO[bytes]) -> Any:
@@ -101,36 +120,5 @@ def load_torch(file: Path | IO[bytes]) -> Any:
         raise ValueError("damaged, or it has Python objects, which could run code") from e
 
 
-def _rows(at: list[int], shape: list[int]) -> tuple[int, int]:
-    return (at[0], at[0] + shape[0]) if shape else (0, 1)
-
-
-def _read_index(folder: Path) -> Json:
-    index: Json = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-    for name, saved in index.items():
-        shape = saved["shape"]
-        if not isinstance(getattr(torch, saved["dtype"]), torch.dtype):
-            raise ValueError(f"{name} has the dtype {saved['dtype']!r}")
-        end, rest = 0, [0] * (len(shape) - 1)
-        for part in sorted(saved["parts"], key=lambda part: part["at"]):
-            if Path(part["file"]).name != part["file"]:
-                raise ValueError(f"{part['file']!r} is not a file in this folder")
-            if part["at"] != ([end, *rest] if shape else []) or part["shape"][1:] != shape[1:]:
-                end = -1
-                break
-            end = _rows(part["at"], part["shape"])[1]
-        if end != _rows([0], shape)[1]:
-            raise ValueError(f"the parts of {name} do not cover its {shape} exactly once")
-    return index
-
-
-def _read_part(folder: Path, name: str, part: Json, dtype: str) -> Tensor:
-    with (folder / part["file"]).open("rb") as f:
-        f.seek(part["offset"])
-        content = f.read(part["length"])
-    if "crc32" in part and zlib.crc32(content) != part["crc32"]:  # older versions lack it
-        raise ValueError(f"{part['file']} is damaged: {name} has another CRC-32 than in {INDEX}")
-    saved: Tensor = load_torch(io.BytesIO(content))
-    if (dtype_name(saved.dtype), [*saved.shape]) != (dtype, part["shape"]):
-        raise ValueError(f"{name} in {part['file']} is not as {INDEX} has it")
-    return saved
+def _rows(shape: list[int]) -> int:
+    return shape[0] if shape else 1

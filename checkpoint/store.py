@@ -15,20 +15,19 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import re
 import shutil
-import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from contextvars import ContextVar
 from dataclasses import dataclass, fields
+from functools import cache
 from itertools import count
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -36,19 +35,25 @@ from torch import Tensor
 
 from attention import Policy, is_code
 from checkpoint import shards as parts
-from checkpoint.shards import INDEX, load_torch
+from checkpoint.shards import INDEX, Shards, load_torch
 from core.distributed import DistInfo
 from core.files import command, printable
 from core.settings import UserError, first_line, from_dict
+from data.schema import Count, FileError, Json, read_json, record, valid
 from model import GPT, GPTConfig
 
 log = logging.getLogger("nanoattn")
 
 STEP = r"step-\d+"
 CHECKSUMS = "checksums.json"
-_advising = ContextVar("advising", default=True)  # it reads whole checkpoints
 T = TypeVar("T")
-Json = dict[str, Any]  # optimizer.pt: with tensors
+_warn_once = cache(log.warning)
+Settings = record(train=Json, model=Json, tokenizer=Json)
+Loss = float | None
+State = record(step=Count, optional={"val_loss": Loss, "best_val_loss": Loss, "best_since": Count,
+                                     "sequences_seen": Count})  # fmt: skip
+Optimizer = record(optional={"state": dict[int, Json]})  # not if sharded
+Rest = record(optimizer=Optimizer, scaler=Json, rng=list[Json])  # rng: of each rank
 
 
 @dataclass(frozen=True)
@@ -56,17 +61,13 @@ class Checkpoint:
     """Tensors are loaded on demand, to the CPU."""
 
     folder: Path
-    settings: dict[str, Json]  # {"train": ..., "model": ..., "tokenizer": ...}
-    state: Json
+    settings: dict[str, Json]  # Settings
+    state: Json  # State
+    advise: bool = True  # after damage
 
     @property
     def step(self) -> int:
         return int(self.state["step"])
-
-    @property
-    def index(self) -> Path | None:
-        """None: a checkpoint of one process."""
-        return self.folder / "shards" / INDEX if (self.folder / "shards").exists() else None
 
     def config(self, **changes: object) -> GPTConfig:
         """Only `changes` may name code to run."""
@@ -76,51 +77,51 @@ class Checkpoint:
             runs = str(changes.setdefault("attention_backend", "auto"))
             other_mask = code.startswith("flex:") and not runs.startswith("flex:")
             if other_mask or not named:
-                log.warning(
-                    f"{printable(self.folder)} was trained with {printable(code)}, code that only "
-                    f"you may name ({command(f'--attention_backend={code}')}); using {runs!r}"
-                    f"{', which is causal' if other_mask else ''}"
-                )
+                only_you = f"code that only you may name ({command(f'--attention_backend={code}')})"
+                using = f"using {runs!r}{', which is causal' if other_mask else ''}"
+                log.warning(f"{printable(self.folder)} was trained with {only_you}; {using}")
         return self.read("model", GPTConfig, changes)
 
     def read(self, section: str, cls: type[T], changes: Mapping[str, object] = {}) -> T:
         known = {f.name for f in fields(cls)}  # type: ignore[arg-type]
         saved, file = self.settings[section], printable(self.folder / "settings.json")
         if unknown := sorted(saved.keys() - known):
-            log.warning(f"unknown settings in {file}, ignored: {str(unknown)[1:-1]}")
+            _warn_once(f"unknown settings in {file}, ignored: {str(unknown)[1:-1]}")
         kept = {name: saved[name] for name in saved.keys() & known}
         window, n = kept.get("attention_window"), kept.get("n_layer")
         if isinstance(window, list) and isinstance(n, int) and len(window) > n > 0:  # as it ran
             kept["attention_window"] = [*window[: n - 1], window[-1]]
         return from_dict(cls, {**kept, **changes}, file)
 
+    @property
+    def sharded(self) -> bool:
+        return (self.folder / "shards").exists()
+
+    def shards(self, use: Callable[[Shards], T]) -> T:
+        return self._read(f"shards/{INDEX}", lambda path: use(Shards(path)))
+
     def weights(self) -> dict[str, Tensor]:
-        if self.index is None:
-            return read_file(self.folder / "model.safetensors", load_file)
-        return read_file(self.index, lambda index: parts.read_whole(index.parent, "model."))
+        if self.sharded:
+            return self.shards(lambda shards: shards.whole("model."))
+        return self._read("model.safetensors", load_file)
 
     def rest(self) -> Json:
-        """optimizer.pt: "optimizer" (state_dict(); sharded: no "state"), "scaler", each rank's
-        "rng"."""
-        rest = read_file(path := self.folder / "optimizer.pt", load_torch)
-        if not has_dicts(rest, "optimizer", "scaler") or not isinstance(rest.get("rng"), list):
-            raise _damaged(path, "lacks the state of the optimizer, scaler or random numbers")
-        return cast(Json, rest)
+        """optimizer.pt."""
+        return self._read("optimizer.pt", lambda p: valid(load_torch(p), Rest, str(p)))
 
     def model(self, policy: Policy = Policy(), **changes: object) -> GPT:
-        model = GPT(self.config(**changes), policy)
+        model = new_model(self.config(**changes), policy, str(self.folder))
         load_weights(model, self.weights(), str(self.folder))
         return model
+
+    def _read(self, name: str, reader: Callable[[Path], T]) -> T:
+        return read_file(self.folder / name, reader, self.advise)
 
 
 def folders(out_dir: str | Path) -> list[Path]:
     """Complete checkpoints, oldest step first."""
     found = [p for p in Path(out_dir).glob("step-*") if re.fullmatch(STEP, p.name)]
-    return sorted(found, key=_step)
-
-
-def _step(folder: Path) -> int:
-    return int(folder.name[5:])
+    return sorted(found, key=lambda folder: int(folder.name[5:]))
 
 
 def latest(out_dir: str | Path) -> Path:
@@ -129,12 +130,12 @@ def latest(out_dir: str | Path) -> Path:
     hint = f"train one: {command('python', 'train.py', f'--out_dir={out_dir}')}"
     if os.path.exists(file := Path(out_dir) / "ckpt.pt"):
         hint = f"for nanoGPT's: {command(f'--init_from={file}')}"
-    raise UserError(f"no checkpoint in {printable(out_dir)}; {hint}")
+    raise FileError(f"no checkpoint in {out_dir}; {hint}")
 
 
 def best_folder(out_dir: str | Path) -> Path | None:
     """Lowest validation loss on the newest one's data, if any."""
-    saved = [load(p) for p in folders(out_dir)]
+    saved = [load(folder, advise=False) for folder in folders(out_dir)]
     since = saved[-1].state.get("best_since", 0) if saved else 0
     losses = {c.folder: c.state.get("val_loss") for c in saved if c.step > since or not since}
     evaluated = {p: loss for p, loss in losses.items() if loss is not None}
@@ -142,7 +143,7 @@ def best_folder(out_dir: str | Path) -> Path | None:
 
 
 def own_checkpoint(init_from: str) -> Path | None:
-    """A run's newest checkpoint, or this folder if it is one."""
+    """A run's newest checkpoint, or the folder if it is one."""
     if found := folders(init_from):
         return found[-1]
     names = "settings.json", "train_state.json"
@@ -150,17 +151,22 @@ def own_checkpoint(init_from: str) -> Path | None:
     return path if any(os.path.exists(path / name) for name in names) else None
 
 
-def load(folder: str | Path) -> Checkpoint:
+def load(folder: str | Path, advise: bool = True) -> Checkpoint:
     folder = Path(folder)
-    settings = read_file(folder / "settings.json", load_json)
-    state = read_file(folder / "train_state.json", load_json)
-    if not has_dicts(settings, "train", "model", "tokenizer"):
-        raise _damaged(folder / "settings.json", "lacks train, model or tokenizer")
-    if not isinstance(state, dict) or not isinstance(state.get("step"), int):
-        raise _damaged(folder / "train_state.json", "has no step")
-    if not isinstance(loss := state.get("val_loss"), int | float | None):
-        raise _damaged(folder / "train_state.json", f"has val_loss={loss!r:.60}, not a number")
-    return Checkpoint(folder, settings, state)
+    settings, state = folder / "settings.json", folder / "train_state.json"
+    return Checkpoint(
+        folder,
+        read_file(settings, lambda path: read_json(path, Settings), advise),
+        read_file(state, lambda path: read_json(path, State), advise),
+        advise,
+    )
+
+
+def new_model(config: GPTConfig, policy: Policy, origin: str) -> GPT:
+    try:
+        return GPT(config, policy)
+    except RuntimeError as e:  # no memory for its sizes
+        raise FileError(f"{origin}: {first_line(e)}") from e
 
 
 def load_weights(model: GPT, weights: Mapping[str, Tensor], origin: str) -> None:
@@ -170,32 +176,30 @@ def load_weights(model: GPT, weights: Mapping[str, Tensor], origin: str) -> None
         tensor.copy_(weights[name])
 
 
-def check_shapes(own: Mapping[str, Tensor], saved: Mapping[str, Tensor], origin: str) -> None:
+def check_shapes(own: Mapping[str, Tensor], saved: Mapping[str, Any], origin: str) -> None:
+    def shape(value: Any) -> Any:
+        floats = isinstance(value, Tensor) and value.is_floating_point()
+        return tuple(value.shape) if floats else getattr(value, "dtype", value)
+
     for name in sorted(own.keys() | saved.keys()):
-        have, want = (_shape(d.get(name, "missing")) for d in (saved, own))
+        have, want = (shape(d.get(name, "missing")) for d in (saved, own))
         if have != want:
-            what = f"{printable(name)} is {have}, expected {want}"
-            raise UserError(f"the values in {printable(origin)} do not fit the model: {what}")
+            raise FileError(f"{origin} does not fit the model: {name} is {have}, expected {want}")
 
 
-def _shape(value: Any) -> Any:
-    floats = isinstance(value, Tensor) and value.is_floating_point()
-    return tuple(value.shape) if floats else getattr(value, "dtype", value)
-
-
-def read_file(path: Path, reader: Callable[[Path], T]) -> T:
-    """reader(path). Raises UserError if it fails or the file was changed."""
+def read_file(path: Path, reader: Callable[[Path], T], advise: bool = True) -> T:
+    """reader(path). Raises UserError: it fails, or the file was changed."""
     try:
         content = reader(path)
         _verify(path)
         return content
-    except UserError:
-        raise
-    except FileNotFoundError as e:
-        raise _damaged(Path(e.filename or path), "does not exist") from e
     except Exception as e:  # each library has its own
-        why = f"cannot be read ({type(e).__name__}: {printable(first_line(e))})"
-        raise _damaged(path, why) from e
+        why = f"{path} cannot be read ({type(e).__name__}: {first_line(e)})"
+        if isinstance(e, UserError):
+            why = str(e)
+        elif isinstance(e, FileNotFoundError):
+            why = f"{e.filename or path} does not exist"
+        raise FileError(why + (_advice(_folder_of(path)) if advise else "")) from e
 
 
 def _verify(path: Path) -> None:
@@ -203,113 +207,63 @@ def _verify(path: Path) -> None:
     sums = _folder_of(path) / CHECKSUMS
     if not sums.exists():
         return
-    try:
-        saved = load_json(sums)[path.relative_to(sums.parent).as_posix()]
-    except (ValueError, LookupError, TypeError) as e:
-        raise ValueError(f"{CHECKSUMS} is damaged: {type(e).__name__}, {first_line(e)}") from e
-    if saved != _crc32(path):
+    saved = read_json(sums, dict[str, int])
+    if saved.get(path.relative_to(sums.parent).as_posix()) != _crc32(path):
         if path.suffix != ".json":
-            raise ValueError(f"its CRC-32 is not that in {CHECKSUMS}; if on purpose, delete that")
-        log.warning(f"{printable(path)} was changed: its CRC-32 is not that in {CHECKSUMS}")
+            raise ValueError(f"another CRC-32 than in {CHECKSUMS}; if on purpose, delete that")
+        log.warning(f"{printable(path)} was changed: another CRC-32 than in {CHECKSUMS}")
 
 
 def _crc32(path: Path) -> int:
-    crc = 0
-    with path.open("rb") as f:
-        while block := f.read(2**20):
-            crc = zlib.crc32(block, crc)
-    return crc
+    return zlib.crc32(np.memmap(path, np.uint8, "r").data)
 
 
-def _damaged(path: Path, why: str) -> UserError:
-    """The error, with how to resume from the newest complete checkpoint before."""
-    text, damaged = f"{printable(path)} {why}", _folder_of(path)
-    out_dir = damaged.parent
-    earlier: list[Path] = []
-    if _advising.get() and re.fullmatch(STEP, damaged.name):
-        earlier = [p for p in folders(out_dir) if _step(p) < _step(damaged)]
-    if good := next(filter(_is_complete, reversed(earlier)), None):
-        move = command("mv", damaged, out_dir / f"damaged-{damaged.name}")
-        resume = command("python", "train.py", "--init_from=resume", f"--out_dir={out_dir}")
-        text += f"; to resume from the newest complete one, {printable(good)}: {move} && {resume}"
-    return UserError(text)
-
-
-@contextmanager
-def _without_advice() -> Iterator[None]:
-    before = _advising.set(False)
-    try:
-        yield
-    finally:
-        _advising.reset(before)
-
-
-@_without_advice()
-def _is_complete(folder: Path) -> bool:
-    try:
-        saved = load(folder)
-        saved.rest()
-        if saved.index is None:
-            saved.weights()
-        else:
-            read_file(saved.index, lambda index: parts.read_whole(index.parent, ""))
-        return True
-    except UserError:
-        return False
+def _advice(damaged: Path) -> str:
+    """How to resume from the newest complete checkpoint before."""
+    out_dir, earlier = damaged.parent, folders(damaged.parent)
+    if damaged in earlier:
+        for good in reversed(earlier[: earlier.index(damaged)]):
+            with suppress(UserError):
+                saved = load(good, advise=False)
+                saved.rest()
+                saved.shards(Shards.whole) if saved.sharded else saved.weights()
+                move = command("mv", damaged, out_dir / f"damaged-{damaged.name}")
+                resume = ("python", "train.py", "--init_from=resume", f"--out_dir={out_dir}")
+                first = f"; to resume from the newest complete one, {printable(good)}"
+                return f"{first}: {move} && {command(*resume)}"
+    return ""
 
 
 def _folder_of(path: Path) -> Path:
     return path.parents[1] if path.parent.name == "shards" else path.parent
 
 
-def load_json(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))
-
-
 def save_json(content: Json, path: Path) -> None:
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-
-
-def has_dicts(content: object, *keys: str) -> bool:
-    return isinstance(content, dict) and all(isinstance(content.get(k), dict) for k in keys)
-
-
-def resume_command(out_dir: str, distributed: DistInfo) -> str:
-    """Resume this run; before its first checkpoint the given command."""
-    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    try:
-        times = [p.stat().st_mtime for p in folders(out_dir)]
-    except FileNotFoundError:  # rank 0 has just deleted one
-        times = [math.inf]
-    own = times and (again or max(times) >= distributed.began)
-    words = ["--init_from=resume", f"--out_dir={out_dir}"] if own else sys.argv[1:]
-    return f"{distributed.launcher} train.py {command(*words)}"
 
 
 def save(out_dir: str | Path, *, weights: Mapping[str, Tensor] | None = None,
          shards: Mapping[str, Tensor] | None = None, optimizer: Json, settings: Json, state: Json,
          keep: int, distributed: DistInfo | None = None) -> Path:  # fmt: skip
-    """Write out_dir/step-N; delete all but the best (lowest state["val_loss"]) and the newest
-    `keep`.
+    """Write out_dir/step-N; keep the best (lowest state["val_loss"]) and the newest `keep`.
 
-    All processes call it, each with its own `shards` instead of `weights`. Raises UserError on all.
+    All processes call it, each with its `shards` instead of `weights`. Raises UserError on all.
     """
     distributed = distributed or DistInfo(torch.device("cpu"))
     out_dir = Path(out_dir)
     final = out_dir / f"step-{state['step']:08d}"
     partial = out_dir / f".{final.name}.partial"
-
     try:
         with together(distributed):
             if distributed.main:
                 for left in out_dir.glob(".step-*.partial"):
                     _remove(left)
                 (partial if shards is None else partial / "shards").mkdir(parents=True)
-        entries: Json = {}
         with together(distributed):
-            if shards is not None:
-                entries = parts.write(partial / "shards", shards, distributed)
-        index = parts.joined(distributed.gather(entries))
+            own = {} if shards is None else parts.write(partial / "shards", shards, distributed)
+        index: Json = {}
+        for name, entry in (item for each in distributed.gather(own) for item in each.items()):
+            index.setdefault(name, {**entry, "parts": []})["parts"] += entry["parts"]
         with together(distributed):
             if distributed.main:
                 if shards is not None:
@@ -328,23 +282,18 @@ def save(out_dir: str | Path, *, weights: Mapping[str, Tensor] | None = None,
                 _sync([out_dir])
     except UserError as e:
         shutil.rmtree(partial, ignore_errors=True)
-        had = [p.name for p in folders(out_dir)]
-        still = f"{had[-1]} is still good" if had else "no earlier one exists"
-        raise UserError(f"could not write checkpoint {printable(final)} ({e}): {still}") from e
+        had = [f"{p.name} is still good" for p in folders(out_dir)]
+        still = had[-1] if had else "no earlier one exists"
+        raise FileError(f"could not write {final} ({e}): {still}") from e
     if distributed.main:
-        _prune(out_dir, keep)
+        try:
+            best = best_folder(out_dir)
+            for folder in folders(out_dir)[: -max(1, keep)]:
+                if folder != best:  # renamed first: never half of one
+                    _remove(folder.rename(folder.with_name(f".{folder.name}.deleted.partial")))
+        except (OSError, UserError) as e:  # the run goes on
+            log.warning(f"{printable(out_dir)}: older checkpoints were not deleted ({e})")
     return final
-
-
-@_without_advice()
-def _prune(out_dir: Path, keep: int) -> None:
-    try:
-        best = best_folder(out_dir)
-        for folder in folders(out_dir)[: -max(1, keep)]:
-            if folder != best:  # renamed first: never half of one
-                _remove(folder.rename(folder.with_name(f".{folder.name}.deleted.partial")))
-    except (OSError, UserError) as e:  # the run goes on
-        log.warning(f"older checkpoints in {printable(out_dir)} were not deleted ({e})")
 
 
 def _remove(folder: Path) -> None:
@@ -365,8 +314,7 @@ def set_aside(out_dir: str | Path) -> Path | None:
             with suppress(FileNotFoundError):
                 path.rename(target / path.name)
     except OSError as e:
-        what = f"cannot move the earlier run in {printable(out_dir)} to {printable(target)}"
-        raise UserError(f"{what} ({e.strerror})") from e
+        raise FileError(f"cannot move the earlier run to {target} ({e.strerror})") from e
     return target
 
 
@@ -397,7 +345,7 @@ def together(distributed: DistInfo) -> Iterator[None]:
     if len({*messages}) > 1:
         message = "; ".join(f"process {rank}: {m}" for rank, m in enumerate(messages) if m)
     if message:
-        raise UserError(message) from failure
+        raise FileError(message) from failure
 
 
 def disk_error(error: BaseException) -> str:

