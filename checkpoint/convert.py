@@ -124,4 +124,5 @@ def _download(name: str) -> Path:
 
         return Path(snapshot_download(name, allow_patterns=[*files, *OTHER_FILES, *ENDS_IN]))
     except (ImportError, OSError, ValueError) as e:
-        raise FileError(f"{no_file}; download failed ({first_line(e)})") from e
+        install = "; pip install huggingface_hub" * isinstance(e, ImportError)
+        raise FileError(f"{no_file}; download failed ({first_line(e)}){install}") from e

@@ -142,7 +142,9 @@ def _web_texts(name: str, configuration: str | None, key: str) -> Iterator[str]:
         raise
     except Exception as e:  # dozens for an unreachable hub
         why = f"{type(e).__name__}: {first_line(e)}"
-        raise FileError(f"cannot load {name} ({why}); or: python -m data text --source=PATH") from e
+        missing = isinstance(e, ImportError)
+        then = "pip install datasets" if missing else "or: python -m data text --source=PATH"
+        raise FileError(f"cannot load {name} ({why}); {then}") from e
 
 
 def pieces(documents: Iterable[Iterable[str]]) -> Iterator[list[Piece]]:

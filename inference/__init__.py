@@ -64,7 +64,8 @@ def _tokenizer(source: str, vocab_size: int, dataset: str | None) -> Tokenizer:
     dataset = dataset or checkpoint.trained_on(source)
     if meta is None and dataset and (named or data.find(dataset).is_dir()):
         meta = data.read_meta(data.find(dataset))["tokenizer"]
-    tokenizer = data.GPT2Tokenizer() if meta is None else data.from_meta(meta)
+    with user_errors(f"{printable(source)}: "):
+        tokenizer = data.GPT2Tokenizer() if meta is None else data.from_meta(meta)
     if tokenizer.vocab_size > vocab_size:
         of = printable(dataset) if meta else "GPT-2"
         raise UserError(
