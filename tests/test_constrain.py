@@ -217,7 +217,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     ({"temperature": 0}, 1, 0), ({"top_p": 0.8, "top_k": 9}, 1, 0), ({"constraint": True}, 1, 0),
     ({"logits_processor": rarely}, 1, 1),  # its numbers may have changed
     ({"logits_processor": by_python}, 2, 0), ({"stop": [3, 9]}, 1, 0),
-], ids=str)
+])
 def test_captured_tokens_are_those_of_the_eager_static_cache(how, captures, again, recorded):
     """Also in a second call, for sliding texts, and after weights have moved."""
     model = lively(**SHAPES["llama-window"])
