@@ -9,7 +9,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from .machine.system import UNKNOWN_VERSION, autocast_off
-from .spec import CACHES, DROPOUT_STEP, DTYPES, Machine, Spec
+from .spec import BUFFERS, CACHES, DROPOUT_STEP, DTYPES, Machine, Spec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -287,7 +287,7 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, spec: Spec, segments: Any = None
     """Raise ValueError if arguments contradict the Spec or one another."""
     shape, kv_shape, dtype, on = q.shape, k.shape, q.dtype, q.device
     H, Hkv, D = spec.n_head, spec.n_kv_head, spec.head_dim
-    buffers = cache is not None or spec.cache in ("static", "paged")
+    buffers = cache is not None or spec.cache in BUFFERS
     if not (
         len(shape) == len(kv_shape) == 4 and shape[2] == H and kv_shape[2] == Hkv
         and shape[3] == kv_shape[3] == D and kv_shape == v.shape
@@ -301,7 +301,7 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, spec: Spec, segments: Any = None
             f"{shape_of(q)}, {shape_of(k)}, {shape_of(v)}"
         )
     if buffers:
-        _check_cache(q, k, spec, segments, cache)
+        _check_cache(q, k, spec, cache)
     if segments is sinks is alibi_slopes is None and not (
             spec.segments or spec.sinks or spec.alibi):
         return
@@ -324,13 +324,11 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, spec: Spec, segments: Any = None
             raise ValueError("segments must be runs of equal ids, got an id that comes again")
 
 
-def _check_cache(q: Tensor, k: Tensor, spec: Spec, segments: object, cache: Any) -> None:
+def _check_cache(q: Tensor, k: Tensor, spec: Spec, cache: Any) -> None:
     B, kind = q.shape[0], "none" if cache is None else getattr(cache, "kind", "")
-    if kind != (spec.cache if spec.cache in ("static", "paged") else "none"):
+    if kind != (spec.cache if spec.cache in BUFFERS else "none"):
         got = type(cache).__name__
         raise ValueError(f"cache must be a view of the Spec's '{spec.cache}' cache, got {got}")
-    if segments is not None:
-        raise ValueError(f"segments must be None with a view of a cache, got {shape_of(segments)}")
     if kind == "paged":
         must_be("cache.page_table", cache.page_table, (B, -1), q.device, INTEGERS)
     size = (-1, spec.page_size) if kind == "paged" else (B, cache.length)

@@ -248,7 +248,7 @@ def runs(segments: Tensor, Tq: int) -> Runs:
 @dataclass(frozen=True)
 class StaticView:
     """A static cache: k and v are buffers (B, length, Hkv, D). Token i of row b in this call is at
-    ``start[b] + i``; from ``count[b]`` on tokens are padding, with finite, meaningless outputs."""
+    ``start[b] + i``; from ``count[b]`` on tokens are padding, with meaningless outputs."""
 
     start: Tensor  # (B,) int32, tokens before this call
     count: Tensor  # (B,) int32, in this call, 0 .. Tq
@@ -274,7 +274,8 @@ class StaticView:
 @dataclass(frozen=True)
 class PagedView:
     """A paged cache: k and v are pages (n_pages, page_size, Hkv, D); the j-th token of row b is
-    ``k[page_table[b, j // page_size], j % page_size]``. Else as StaticView."""
+    ``k[page_table[b, j // page_size], j % page_size]``. Padding is finite, even if the pages of a
+    row without new tokens hold NaN. Else as StaticView."""
 
     page_table: Tensor  # (B, max_pages) int32; 0 is the null page
     start: Tensor  # (B,) int32

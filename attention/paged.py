@@ -79,7 +79,8 @@ def gather(q: Tensor, k_pages: Tensor, v_pages: Tensor, spec: Spec, cache: Paged
     run = _sdpa if bare and q.device.type != "mps" else _formula
     out = run(q_BGRTD, k.transpose(1, 2), v.transpose(1, 2), seen, spec, sinks, bias)
     out = out.flatten(1, 2).transpose(1, 2)
-    return out.masked_fill((end == 0)[:, :, None, None], 0.0)
+    # A row without new tokens may have lost its pages.
+    return out.masked_fill((cache.count == 0)[:, None, None, None], 0.0)
 
 
 def _take(pages: Tensor, slot: Tensor) -> Tensor:

@@ -16,10 +16,9 @@ from .function import whole
 from .machine.system import KERNEL_ERRORS, first_line, loses_device, profiled
 from .masks import filled_cache
 from .ring import Ring
-from .spec import Spec
+from .spec import BUFFERS, Spec
 from .truth import Deviation, Inputs, Result, errors, plain, truth, wrong
 
-BUFFERS = ("static", "paged")  # caches that a view reads
 SHORT = 64
 LONG = 256  # keys; longer calls are probed too
 ROWS = 32  # compared queries of a longer call

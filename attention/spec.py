@@ -25,6 +25,7 @@ from typing import Any
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 CACHES = ("none", "dynamic", "static", "paged")
+BUFFERS = CACHES[2:]  # read through a view (masks.py)
 NO_LIMIT = 2**30  # larger windows overflow int32 positions
 TINY = 2.0**-126  # the least normal float32: a smaller softcap would be rounded to 0
 DROPOUT_STEP = 1 / 16  # cuDNN rounds dropout to multiples: they are a kind of their own
@@ -112,6 +113,8 @@ class Spec:
         if (self.page_size is not None) != (self.cache == "paged"):
             got = f"page_size={self.page_size} and cache={self.cache!r}"
             raise ValueError(f"page_size belongs to the 'paged' cache, got {got}")
+        if self.segments and self.cache in BUFFERS:
+            raise ValueError(f"segments must be False with a {self.cache} cache, got True")
         default = 1 / math.sqrt(self.head_dim)
         if self.scale is not None and math.isclose(self.scale, default, rel_tol=1e-15):
             object.__setattr__(self, "scale", None)

@@ -18,7 +18,7 @@ from ..caps import Backend, BackendUnavailable
 from ..masks import filled_cache
 from ..proof import KernelFailed, attempt, attend_of, draw_inputs, probe
 from ..select import Shape, admit
-from ..spec import Machine, Policy, Spec
+from ..spec import BUFFERS, Machine, Policy, Spec
 from .system import own_code, synchronize
 
 BUDGET_S = 0.5  # a call
@@ -117,7 +117,7 @@ def calls_of(spec: Spec, device: torch.device, shape: Shape) -> Callable[[Backen
     B, Tq, Tk = shape
     given = draw_inputs(spec, device, shape, torch.Generator().manual_seed(0))
     options: dict[str, Any] = dict(given.options)
-    if spec.cache in ("static", "paged"):
+    if spec.cache in BUFFERS:
         k, v, view = filled_cache(given.k, given.v, spec)
         given = given._replace(k=k, v=v)
         options["cache"] = view([Tk - Tq] * B, [Tq] * B)

@@ -34,8 +34,8 @@ def decode_kernel(Q, K, V, Table, Start, Count, Slopes, Partial, M, L, tau, soft
     r, d = tl.arange(0, BLOCK_R)[:, None], tl.arange(0, BLOCK_D)[None, :]
     n = tl.arange(0, BLOCK_N)
 
-    start = tl.load(Start + b)  # the query is at `start`; count 0 is padding
-    last = start + tl.minimum(tl.load(Count + b), 1)
+    start = tl.load(Start + b)  # the query is at `start`; count 0 is padding, perhaps without pages
+    last = (start + 1) * tl.minimum(tl.load(Count + b), 1)
     first = tl.maximum(start - window + 1, 0)
     run = tl.cdiv(tl.cdiv(last - first, splits), BLOCK_N) * BLOCK_N
     begin = first + split * run
