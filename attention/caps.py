@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import TYPE_CHECKING, Any
@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
 
 def version(text: str) -> tuple[int, ...]:
-    """Parse "2.13.0+cpu" as (2, 13, 0); "4.0.0b26", a beta, is earlier than 4.0.0: (4, 0, -1,
-    26)."""
+    """(2, 13, 0) of "2.13.0+cpu"; a beta is earlier: (4, 0, -1, 26) of "4.0.0b26"."""
     leading = re.match(r"(\d+(?:\.\d+)*)(?:\.?b(?:eta)?(\d+))?", text)
     if not leading:
         return ()
@@ -101,34 +100,30 @@ class Caps:
             raise ValueError(f"dropout_step must be {DROPOUT_STEP}, got {self.dropout_step!r}")
 
     def lacks(self, spec: Spec, on: str) -> list[Refusal]:
-        requested = {name: getattr(spec, name) for name in LACKS}
-        requested["right"] = spec.right != 0
-        requested["window"] = spec.window or (spec.right and self.right)
-        found, split = [], spec.lse and self.lse
+        found, split = list[Refusal](), spec.lse and self.lse
+        special = {"right": spec.right != 0, "window": spec.window or (spec.right and self.right)}
         for name, text in LACKS.items():
             able = getattr(self, name)
             apart = able and split and name in ("dropout", "sinks")
-            if requested[name] and (apart or not able):
+            if special.get(name, getattr(spec, name)) and (apart or not able):
                 text = f"it does not support {text}" + " when the sequence is split" * apart
                 found.append(Refusal(text.format(spec, on), name))
-        caches = [cache for cache in self.caches if cache == "none" or not split]
+        caches = ("none",) if split else self.caches
         if spec.cache not in caches:
             text = f"its caches are {', '.join(caches)}, not {spec.cache} (--kv_cache)"
             found.append(Refusal(text, "cache"))
         return found
 
-    def missing(self, machine: Machine) -> list[str]:
-        found = []
+    def missing(self, machine: Machine) -> Iterator[str]:
         for requirement in self.packages:
             package, _, least = requirement.partition(">=")
             there = machine.version_of(package)
             if there is None:
-                found.append(f"package '{package}' is not installed")
+                yield f"package '{package}' is not installed"
             elif there != UNKNOWN_VERSION and not version(there):
-                found.append(f"package '{package}' is installed but does not import ({there})")
+                yield f"package '{package}' is installed but does not import ({there})"
             elif there != UNKNOWN_VERSION and version(there) < version(least):
-                found.append(f"package '{package}' must be >= {least}, this is {there}")
-        return found
+                yield f"package '{package}' must be >= {least}, this is {there}"
 
     def why_not(self, spec: Spec, machine: Machine) -> list[Refusal]:
         low, high = self.min_capability or (0, 0), self.max_capability or (99, 0)
@@ -188,8 +183,8 @@ class Backend:
     ``attend(q, k, v, spec, *, segments=None, cache=None)`` computes the contract of spec.py in q's
     dtype: segments ``(B, Tk)`` int32, the last Tq of them the queries'; with spec.sinks ``sinks=``
     ``(H,)``, with spec.alibi ``alibi_slopes=`` ``(H,)`` or ``(B, H)`` float32; `cache`: a view
-    (masks.py) of k and v. Raises ValueError if Caps refuse the options, or tensors contradict the
-    Spec; ``compute`` does not check."""
+    (masks.py) of k and v. Raises ValueError: Caps refuse the Spec, or tensors contradict it;
+    ``compute`` does not check."""
 
     name: str
     title: str
@@ -211,8 +206,7 @@ class Backend:
             raise ValueError(f"caps must be a tuple of Caps, got {rows!r}")
         made = getattr(self.attend, "of_backend", None)  # functools.wraps copies it to wrappers
         compute = made[1] if made and made[0] is self.attend else in_own_dtype(self.attend)
-        object.__setattr__(self, "compute", compute)
-        object.__setattr__(self, "attend", checked(self.name, compute, rows))
+        vars(self).update(compute=compute, attend=checked(self.name, compute, rows))
 
     @property
     def packages(self) -> list[str]:
@@ -220,13 +214,12 @@ class Backend:
 
     def why_not(self, spec: Spec, machine: Machine) -> list[Refusal]:
         """The reasons of the Caps row with the fewest."""
+        at, hard = machine.capability or (0, 0), {"capability": 1, "grad": 2}
         rows = [(c.why_not(spec, machine), c) for c in self.caps if machine.device in c.devices]
         if not rows:
             devices = dict.fromkeys(d for c in self.caps for d in c.devices)
             text = f"it runs on {' and '.join(devices)}, not on {machine.device}"
             return [Refusal(text, "device")]
-
-        at, hard = machine.capability or (0, 0), {"capability": 1, "grad": 2}
 
         def distance(row: tuple[list[Refusal], Caps]) -> tuple[int, int, int]:
             # In a tie: the nearest GPU, then what a user can change, the dtype.
@@ -296,10 +289,8 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, spec: Spec, segments: Any = None
         and on == k.device and on == v.device
     ):
         raise ValueError(
-            f"q, k and v must be (batch, tokens, heads, head_dim) with {H}, {Hkv} and {Hkv} heads "
-            f"of {D} in {spec.dtype}, of one batch on one device, got "
-            f"{shape_of(q)}, {shape_of(k)}, {shape_of(v)}"
-        )
+            f"q, k and v must be (batch, tokens, heads, {D}) of {H}, {Hkv} and {Hkv} heads in "
+            f"{spec.dtype} on one device, got {shape_of(q)}, {shape_of(k)}, {shape_of(v)}")
     if buffers:
         _check_cache(q, k, spec, cache)
     if segments is sinks is alibi_slopes is None and not (
@@ -348,7 +339,7 @@ def must_be(name: str, t: Any, shape: tuple[int, ...], on: object, dtypes: tuple
 
 
 def shape_of(t: Any) -> str:
-    """Describe a tensor as "(2, 3) float32 on cpu", an array by its type, else by repr()."""
+    """A tensor as "(2, 3) float32 on cpu", an array by its type, else repr()."""
     import torch
 
     if not isinstance(t, torch.Tensor):

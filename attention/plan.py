@@ -1,5 +1,4 @@
-"""Plans: the kernel for each kind of calls (Spec.kind), device, and deterministic algorithms or not
-(docs/DESIGN.md, docs/ATTENTION.md).
+"""Plans: the kernel of each kind of calls (docs/DESIGN.md, docs/ATTENTION.md).
 
 Eager, a new kind is proved; in a trace resolve() or the stored `fastest` decides."""
 
@@ -98,30 +97,28 @@ class Plans:
                ranks: Ranks | None = None) -> Resolution:
         """The proved kernel, chosen and announced if the kind is new. Raises BackendUnavailable."""
         key = spec.kind, device, torch.are_deterministic_algorithms_enabled()
-        return self._proved(key, shape, ranks) or apart(
-            device, partial(self._prove, key, spec, device, shape, label, ranks))
 
-    def _proved(self, key: Key, shape: Shape, ranks: Ranks | None) -> Resolution | None:
-        plan = self.known.get(key)
-        if plan is None or ranks is not None:
-            return None
-        chosen = plan[0].chosen
-        return None if chosen.traced or (shape[2] > LONG and not chosen.length) else chosen
+        def proved() -> Resolution | None:
+            plan = self.known.get(key) if ranks is None else None
+            if plan is None or plan[0].chosen.traced:
+                return None
+            return plan[0].chosen if shape[2] <= LONG or plan[0].chosen.length else None
 
-    def _prove(self, key: Key, spec: Spec, device: str, shape: Shape, label: str,
-               ranks: Ranks | None) -> Resolution:
-        if chosen := self._proved(key, shape, ranks):
+        def prove() -> Resolution:
+            if chosen := proved():  # by another thread
+                return chosen
+            self.known.pop(key, None)  # stops traced code if this raises
+            if self.name == "fastest":
+                chosen = fastest(spec, device, shape, self.policy, ranks)
+            else:
+                failed = self.refused.setdefault(key, {})
+                chosen = select(
+                    self.name, spec, device, self.policy, shape=shape, ranks=ranks, failed=failed)
+            self.known[key] = (Call.of(spec, chosen),)
+            announce(chosen, chosen.info() + label * (not spec.grad))
             return chosen
-        self.known.pop(key, None)  # stops traced code if this raises
-        if self.name == "fastest":
-            chosen = fastest(spec, device, shape, self.policy, ranks)
-        else:
-            failed = self.refused.setdefault(key, {})
-            chosen = select(
-                self.name, spec, device, self.policy, shape=shape, ranks=ranks, failed=failed)
-        self.known[key] = (Call.of(spec, chosen),)
-        announce(chosen, chosen.info() + label * (not spec.grad))
-        return chosen
+
+        return proved() or apart(device, prove)
 
     @outside_a_trace
     def choose_in_trace(self, device: str, deterministic: bool, *fields: Any) -> None:
@@ -182,8 +179,7 @@ class Plans:
 
 def fastest(spec: Spec, device: str | torch.device, shape: Shape, policy: Policy = Policy(),
             ranks: Ranks | None = None) -> Resolution:
-    """The fastest, remembered or measured by rank 0. Raises BackendUnavailable: "auto" finds
-    none."""
+    """The fastest, remembered or measured by rank 0. Raises BackendUnavailable."""
     name = "auto"
     if ranks is None or ranks.rank == 0:
         with suppress(BackendUnavailable):  # select() gives the reasons, on every rank
@@ -243,7 +239,7 @@ def find_fastest(spec: Spec, device: str | torch.device, shape: Shape, policy: P
     names = dict.fromkeys((rule, *timed(spec, machine)))
     rows = measure(names, [spec], machine, policy, torch.device(device), shape)
     ms = {row.name: row.ms[-1] for row in rows if row.ms}
-    name = min(ms, key=lambda name: ms[name], default=rule)
+    name = min(ms, key=ms.__getitem__, default=rule)
     if rule in ms and 1 - ms[name] / ms[rule] < MARGIN:
         name = rule
     B, Tq, Tk = shape

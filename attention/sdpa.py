@@ -40,8 +40,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
     Tq, Tk = q.shape[1], k.shape[1]
     if cache is not None:
         return from_cache(q, k, v, spec, cache, alibi_slopes, kernel)
-    bare = segments is None and alibi_slopes is None
-    if bare and (kind := maskless(Tq, Tk, spec.window, Tk - Tq, spec.right)):
+    if segments is alibi_slopes is None and (
+            kind := maskless(Tq, Tk, spec.window, Tk - Tq, spec.right)):
         return fused(q, k, v, spec, kernel, is_causal=kind == "causal")
     if q.is_cuda and kernel == SDPBackend.FLASH_ATTENTION:
         if segments is not None:
@@ -79,6 +79,7 @@ def fused(q: Tensor, k: Tensor, v: Tensor, spec: Spec, kernel: SDPBackend | None
           attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
     kernels, group = None if kernel is None else [kernel], spec.n_head // spec.n_kv_head
     grouped, masked = group > 1, attn_mask is not None
+    device_properties = torch.cuda.get_device_properties
     if kernel == SDPBackend.CUDNN_ATTENTION:
         if k.shape[1] == 1:  # cuDNN refuses it. P = 1: q and k have no gradient
             k, v = (t.repeat_interleave(group, dim=2) for t in (k, v))
@@ -89,7 +90,9 @@ def fused(q: Tensor, k: Tensor, v: Tensor, spec: Spec, kernel: SDPBackend | None
             attn_mask = F.pad(attn_mask, (0, -attn_mask.shape[-1] % 128), value=hidden)
     if q.is_cuda:
         kernels = kernels or permitted(spec, masked)
-        if grouped and not _takes_groups(q, spec, kernel, masked):
+        takes_groups = not masked and kernel != SDPBackend.EFFICIENT_ATTENTION and (
+            kernel is not None or (spec.dtype in HALF and device_properties(q.device).major >= 8))
+        if grouped and not takes_groups:
             # Else the math kernel runs, in O(T^2) memory (PyTorch issue 181528).
             k, v = (t.repeat_interleave(group, dim=2) for t in (k, v))
             grouped = False
@@ -100,13 +103,6 @@ def fused(q: Tensor, k: Tensor, v: Tensor, spec: Spec, kernel: SDPBackend | None
     with sdpa_kernel(kernels) if kernels else nullcontext():
         out = F.scaled_dot_product_attention(*call, scale=spec.scale, enable_gqa=grouped)
     return dense_gradient(out.transpose(1, 2))
-
-
-def _takes_groups(q: Tensor, spec: Spec, kernel: SDPBackend | None, masked: bool) -> bool:
-    if masked or kernel == SDPBackend.EFFICIENT_ATTENTION:
-        return False
-    major = torch.cuda.get_device_properties(q.device).major
-    return kernel is not None or (spec.dtype in HALF and major >= 8)
 
 
 def permitted(spec: Spec, masked: bool) -> list[SDPBackend] | None:

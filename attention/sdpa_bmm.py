@@ -1,5 +1,5 @@
-"""sdpa_bmm: PyTorch's flash kernel forward, and a backward pass of large products, for CPUs, since
-the kernel's own in bfloat16 multiplies small tiles. Of a few heads at a time:
+"""sdpa_bmm: PyTorch's flash kernel forward, and a backward pass of large products, for CPUs: the
+kernel's own in bfloat16 multiplies small tiles. Of a few heads at a time:
 
     S = scale * Q K^T       P = softmax(S)
     dV = P^T dO             dP = dO V^T

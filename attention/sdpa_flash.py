@@ -1,7 +1,5 @@
-"""sdpa_flash's windows and segments on CUDA, and its operators in parts (caps.Partial).
-
-On the CPU is_causal is aligned top-left, and all else takes a mask, in blocks; on CUDA there is no
-mask, and is_causal is aligned bottom-right. Not run on CUDA yet."""
+"""sdpa_flash's windows and segments on CUDA, and its operators in parts (caps.Partial), not run on
+CUDA yet: is_causal is aligned bottom-right there, without other masks; on the CPU top-left."""
 
 from __future__ import annotations
 

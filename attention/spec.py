@@ -4,14 +4,13 @@ For every query i of head h, over the keys j that it may attend to (see :func:`v
 
     out[b,i,h] = sum_j softmax_j( q[b,i,h] . k[b,j,g(h)] / sqrt(D) ) v[b,j,g(h)]
 
-Options: `scale` replaces 1 / sqrt(D); `softcap` c bounds each score s to c * tanh(s / c) (Gemma 2,
-arXiv 2408.00118); `sinks` adds to each head's softmax a learned logit without a value (Miller 2023,
-"Attention is off by one"); `alibi` adds :func:`alibi_bias` to each score, after the softcap and
-before the mask (Press et al. 2022, arXiv 2108.12409).
+`scale` replaces 1 / sqrt(D); `softcap` c turns scores s into c * tanh(s / c) (Gemma 2, arXiv
+2408.00118); `sinks`: a learned logit a head in the softmax, without a value (Miller 2023,
+"Attention is off by one"); `alibi` adds :func:`alibi_bias` (Press et al. 2022, arXiv 2108.12409).
 
-Layout: q and out ``(B, Tq, H, D)``, k and v ``(B, Tk, Hkv, D)``. Query head h reads key/value head
+q and out are ``(B, Tq, H, D)``, k and v ``(B, Tk, Hkv, D)``; query head h reads key/value head
 ``g(h) = h // (H / Hkv)``. A fully masked row gives zeros and zero gradients. A segment is a run of
-positions with one id in `segments`, such as a document or padding."""
+positions with one id in `segments`: a document, or padding."""
 
 from __future__ import annotations
 
@@ -36,8 +35,7 @@ def visible(i: Numbers, j: Numbers, offset: Numbers = 0, window: int | None = No
             seg_i: Numbers = None, seg_j: Numbers = None, right: Numbers = 0) -> Numbers:
     """True if query i may attend to key j: the one definition of masking in this project.
 
-    Causal, aligned bottom-right: the last query attends to the last key. With
-    ``offset = Tk - Tq``, here Tq = 3 and Tk = 5::
+    Causal, aligned bottom-right. With ``offset = Tk - Tq``, here Tq = 3 and Tk = 5::
 
                                    window=2             right=1         window=2, right=1
               k0 k1 k2 k3 k4    k0 k1 k2 k3 k4      k0 k1 k2 k3 k4      k0 k1 k2 k3 k4
@@ -45,11 +43,9 @@ def visible(i: Numbers, j: Numbers, offset: Numbers = 0, window: int | None = No
           q1   x  x  x  x  .     .  .  x  x  .       x  x  x  x  x       .  .  x  x  x
           q2   x  x  x  x  x     .  .  .  x  x       x  x  x  x  x       .  .  .  x  x
 
-    Args:
-        i, j: positions, integers or integer tensors that broadcast.
-        window: keys up to its own that a query attends to, itself included; None: all.
-        seg_i, seg_j: segment ids, which must be equal.
-        right: later keys that a query attends to; None: all."""
+    i, j: integers, or tensors that broadcast. window: keys up to its own that a query attends to,
+    itself included; None: all. seg_i, seg_j: segment ids, which must be equal. right: later keys
+    that a query attends to; None: all."""
     seen = (i == i) & (j == j) if right is None else j <= i + offset + right
     if window is not None:
         seen = seen & (j > i + offset - window)
@@ -87,17 +83,15 @@ class Spec:
     kind: str = field(default="", init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for name, least, optional in (
-            ("n_head", 1, False), ("n_kv_head", 1, False), ("head_dim", 1, False),
-            ("window", 1, True), ("right", 0, True), ("page_size", 1, True),
-        ):
-            value = getattr(self, name)
+        for name in ("n_head", "n_kv_head", "head_dim", "window", "right", "page_size"):
+            value, least = getattr(self, name), int(name != "right")
+            optional = name in ("window", "right", "page_size")
             if value is None and optional:
                 continue
             if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
                 raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
             if optional and not value < NO_LIMIT:
-                object.__setattr__(self, name, None)
+                vars(self)[name] = None
         if self.n_head % self.n_kv_head:
             got = f"n_head={self.n_head}, n_kv_head={self.n_kv_head}"
             raise ValueError(f"n_head must be a multiple of n_kv_head, got {got}")
@@ -117,8 +111,8 @@ class Spec:
             raise ValueError(f"segments must be False with a {self.cache} cache, got True")
         default = 1 / math.sqrt(self.head_dim)
         if self.scale is not None and math.isclose(self.scale, default, rel_tol=1e-15):
-            object.__setattr__(self, "scale", None)
-        object.__setattr__(self, "kind", self._words(numbers=False))
+            vars(self)["scale"] = None
+        vars(self)["kind"] = self._words(numbers=False)
 
     def __str__(self) -> str:
         return self._words(numbers=True)

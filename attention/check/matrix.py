@@ -77,6 +77,7 @@ class Item:
     device: str = "cpu"
     verdict: str = ""  # "right", "wrong" or "refused"
     why: tuple[str, ...] = ()
+    lost: bool = False  # the device
 
     @property
     def name(self) -> str:
