@@ -58,7 +58,7 @@ LACKS = {  # fields of Spec and Caps
     "sinks": "attention sinks",
     "alibi": "ALiBi",
     "dropout": "dropout (got {0.dropout:g}; use --dropout=0)",
-    "lse": "the log-sum-exp of context parallelism",
+    "lse": "the log-sum-exp",
     "grad": "a backward pass on {1}",
 }
 
@@ -74,7 +74,7 @@ class Caps:
     min_torch: str | None = None
     head_dim_max: int | None = None
     head_dim_multiple: int = 1
-    right: bool = False  # later keys: all of them, or with `window` a number
+    right: bool = False  # later keys: all, or with `window` a number
     window: bool = True
     dropout: bool = True
     dropout_step: float | None = None  # 1/16: dropout must be a multiple of it
@@ -85,7 +85,7 @@ class Caps:
     alibi: bool = False  # in `partial` too
     lse: bool = False  # Backend.partial, without dropout, sinks and caches
     grad: bool = True
-    deterministic: bool = True  # its backward, under use_deterministic_algorithms(True)
+    deterministic: bool = True  # its backward
     caches: tuple[str, ...] = ("none", "dynamic")
     page_multiple: int = 1
     packages: tuple[str, ...] = ()  # import names, or "a>=2.1"
@@ -194,9 +194,9 @@ class Backend:
     aliases: tuple[str, ...] = ()
     install: str | None = None  # a shell command
     fullgraph: bool = True  # no graph break in torch.compile
-    partial: Partial | None = None  # present if Caps.lse
-    prebuilt: Backend | None = None  # its download, for Policy.hub_kernels
-    varlen: tuple[str, ...] = ()  # devices where NaN in a segment reaches no other
+    partial: Partial | None = None  # for Caps.lse
+    prebuilt: Backend | None = None  # for Policy.hub_kernels
+    varlen: tuple[str, ...] = ()  # devices where NaN stays in its segment
     mods: Mods | None = None  # instead of visible()
     compute: Callable[..., Tensor] = field(init=False, repr=False, compare=False)
 

@@ -4,7 +4,7 @@
     flash_attn_3  import flash_attn_interface  Hopper, 8.0 (hub) Shah et al. 2024, arXiv 2407.08608
     flash_attn_4  import flash_attn.cute       8.0 to 12.1
 
-Layout  (B, T, H, D); with segments all sequences are concatenated, (total, H, D).
+Layout  (B, T, H, D); with segments (total, H, D).
 Masks   aligned bottom-right. W keys and n later ones: window_size=(W - 1, n)."""
 
 from __future__ import annotations

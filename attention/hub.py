@@ -1,5 +1,4 @@
-"""hub:org/repo@commit: FlashAttention's functions from Hugging Face's hub (package `kernels`), under
-Policy.hub_kernels.
+"""hub:org/repo@commit: FlashAttention's functions of a repository of the hub (package `kernels`).
 
 An option is declared if flash_attn_func, and flash_attn_varlen_func for segments, have its
 parameter; the probe finds the rest, but not the rate of dropout, which is refused."""

@@ -1,4 +1,4 @@
-"""manual: softmax(Q K^T / sqrt(D)) V, written out. The one to read first, and the baseline.
+"""manual: softmax(Q K^T / sqrt(D)) V, written out. Read it first.
 
     S = Q K^T / sqrt(D)      (Tq, Tk)  how well each query matches each key
     P = softmax(S)           (Tq, Tk)  each row sums to 1 over the keys that it may see

@@ -1,4 +1,4 @@
-"""sdpa: PyTorch's scaled_dot_product_attention, free to choose its kernel or pinned to one.
+"""sdpa: PyTorch's scaled_dot_product_attention.
 
     sdpa_flash      FlashAttention-2 (arXiv 2307.08691) on CUDA, a blocked kernel on the CPU
     sdpa_efficient  xFormers' memory-efficient kernel (arXiv 2112.05682), CUDA
@@ -6,8 +6,8 @@
     sdpa_math       the unfused formula, O(T^2) memory; in float32 for half precision
     sdpa            PyTorch's choice among these (permitted())
 
-Masks   `is_causal=True` is aligned top-left: for Tq == Tk only. All else gets a mask in blocks of
-        queries (blocks.py); pinned flash on CUDA takes none (sdpa_flash.py)."""
+Masks   `is_causal=True` is aligned top-left: for Tq == Tk only. Else a mask in blocks of queries
+        (blocks.py); flash on CUDA takes none (sdpa_flash.py)."""
 
 from __future__ import annotations
 

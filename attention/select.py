@@ -67,8 +67,8 @@ class Resolution:
         return f"Attention backend: {self.backend.name} ({self.backend.title}{kernels})"
 
     def __str__(self) -> str:
-        warned = ["WARNING: " + w.replace("\n", "\n         ") for w in self.warnings()]
-        return "\n".join([*warned, "INFO: " + self.info()])
+        lines = ["WARNING: " + w.replace("\n", "\n         ") for w in self.warnings()]
+        return "\n".join([*lines, "INFO: " + self.info()])
 
     def as_json(self) -> dict[str, Any]:
         names = "requested", "kernels", "proof", "note", "traced"
@@ -164,7 +164,7 @@ def resolve(name: str, spec: Spec, machine: Machine, policy: Policy = Policy(),
     """The first backend that all ranks admit by Caps and `prove`; rank 0 proposes. It reports
     reasons against the named backend and undeclared ones; `failed` holds those of proofs.
 
-    Raises ValueError: unknown name. BackendUnavailable: no fallback is left or allowed."""
+    Raises ValueError: unknown name; BackendUnavailable: no fallback is left or allowed."""
     failed = {} if failed is None else failed
     names: list[str] | BackendUnavailable
     try:
@@ -181,18 +181,17 @@ def resolve(name: str, spec: Spec, machine: Machine, policy: Policy = Policy(),
         try:
             backend, declared = admit(candidate, spec, machine, policy)
             title, why = backend.name, [*declared, *failed.get(backend.name, ())]
+            if prove and not why:
+                proved = prove(backend)
+                why = failed[title] = [*proved.why]
         except BackendUnavailable as e:
             why = [str(e)]
-        if prove and not why:
-            proved = prove(backend)
-            why = [*proved.why]
-            failed.update({title: proved.why} if why else {})
-        answers, who = gather(ranks, why), dict[str, list[str]]()
-        for rank, given in enumerate(answers):
-            for reason in given:
-                who.setdefault(reason, []).append(str(rank))
-        reasons = [reason if len(those) == len(answers) else f"rank {', '.join(those)}: {reason}"
-                   for reason, those in who.items()]
+        answers = gather(ranks, why)
+        reasons = []
+        for reason in dict.fromkeys(reason for given in answers for reason in given):
+            those = [str(rank) for rank, given in enumerate(answers) if reason in given]
+            everywhere = len(those) == len(answers)
+            reasons.append(reason if everywhere else f"rank {', '.join(those)}: {reason}")
         if not reasons:
             note = "\n".join(f"{DISABLE} names {word!r}, which is not a backend."
                              for word in sorted(disabled()) if not is_backend(word))
@@ -234,11 +233,9 @@ def select(name: str, spec: Spec, device: str | torch.device, policy: Policy = P
         announce(chosen)
         return chosen
 
-    if torch.device(device).type == "meta":  # shapes only
-        chosen = Resolution(name, get("tiled" if spec.lse else "manual"))
-    else:
-        chosen = apart(device, choose)
-    return replace(chosen, length=long[2] if long else 0)
+    meta = torch.device(device).type == "meta"  # shapes only
+    plain = Resolution(name, get("tiled" if spec.lse else "manual"))
+    return replace(plain if meta else apart(device, choose), length=long[2] if long else 0)
 
 
 def configuration(spec: Spec, machine: Machine, policy: Policy,

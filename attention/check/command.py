@@ -56,7 +56,8 @@ def fitted(item: Item, backend: Backend, machine: Machine) -> tuple[Spec, Sequen
 def judge(backend: Backend, item: Item, machine: Machine, device: str) -> Item:
     """Run one test at sizes that the backend takes."""
     spec, why = fitted(item, backend, replace(machine, deterministic=item.deterministic))
-    item = item.of(backend, spec, device)
+    case = replace(item.case, D=spec.head_dim, grad=spec.grad)
+    item = replace(item, case=case, backend=backend, device=device)
     if why:
         return replace(item, verdict="refused", why=tuple(why))
     try:
@@ -184,30 +185,11 @@ SCRIPT = """\
 # {what}
 import sys
 
-import torch
-
 sys.path.insert(0, {folder!r})
 from {package} import get
-from {package}.check.matrix import Case, inputs
-from {package}.proof import run, truth
+from {package}.check.matrix import Case, show
 
-case = {case!r}
-given = inputs(case, {dtype!r}, {device!r})
-tensors = {{name: t for name, t in given._asdict().items() if t is not None}}
-before = {{name: t.clone() for name, t in tensors.items()}}
-for name, t in tensors.items():
-    print(name, tuple(t.shape), t.stride(), t.dtype)
-for grad in (True, False)[not case.grad :]:
-    spec = case.spec({dtype!r}, grad=grad)
-    print(spec)
-    got, exact = run(get({name!r}).attend, given, spec), truth(given, spec)
-    for name, x in got.tensors.items():
-        x, want = x.cpu().double(), exact.tensors[name].cpu()
-        error = (x - want).abs().nan_to_num(torch.inf)
-        at = [int(n) for n in torch.unravel_index(error.argmax(), error.shape)]
-        x, want = (t[tuple(at)].item() for t in (x, want))
-        print(f"{{name}} at {{at}}: the kernel {{x:.9g}}, the truth {{want:.9g}}")
-print("overwritten:", [name for name, t in tensors.items() if not t.equal(before[name])])"""
+show(get({name!r}), {case!r}, {dtype!r}, {device!r})"""
 
 
 def script(name: str, item: Item, length: int) -> str:

@@ -1,5 +1,4 @@
-"""Arguments and kernels of flash-attn's calls. Fully masked rows have L = -inf (flash-attn:
-inf)."""
+"""Arguments and kernels of flash-attn's calls. Fully masked rows have L = -inf, not its inf."""
 
 from __future__ import annotations
 

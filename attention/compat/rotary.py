@@ -1,5 +1,4 @@
-"""flash_attn.layers.rotary and ops.triton.rotary: rotary position embeddings (Su et al. 2021, arXiv
-2104.09864).
+"""flash_attn.layers.rotary and ops.triton.rotary (Su et al. 2021, arXiv 2104.09864).
 
     (x_a, x_b) -> (x_a cos - x_b sin, x_a sin + x_b cos)    a, b = n, n + R, or 2 n, 2 n + 1
 

@@ -20,9 +20,9 @@ from ..machine.system import autocast_dtype
 from ..masks import kept, symbolic
 from ..names import BACKENDS, RULES, get, is_backend, is_code
 from ..plan import Plans
-from ..probabilities import weights
 from ..select import Resolution
 from ..spec import Policy, Spec
+from ..truth import weights
 from .mask import Mask, Proof, prove
 
 PREFIX = "nanoattn:"
@@ -294,6 +294,6 @@ def report(model: torch.nn.Module) -> Report:
     inner = [n for n in modules if not any(other.startswith(f"{n}.") for other in modules)]
     layers = [Layer(n, tuple(_calls.get(modules[n], {}).values())) for n in inner]
     if not any(layer.ran for layer in layers):
-        raise RuntimeError(f"none of the {len(layers)} attention layers of {type(model).__name__} ran "
+        raise RuntimeError(f"no attention layer of {len(layers)} in {type(model).__name__} has run "
                            "through nanoattn: call the model first, or it computes its own")
     return Report(layers)

@@ -71,8 +71,8 @@ def prove(mask: Tensor, window: int | None = None, real: Tensor | None = None,
     row; or a window to both sides, and segments. Else ValueError with the entry. The host waits.
 
     mask: (B or 1, 1, Tq, Tk), True or 0.0 where visible, else False or the minimum. window: a
-    causal layer's; None: the mask's. real: (B, Tq) bool, True for tokens, whose rows are compared;
-    None: rows with a visible key. causal: the model's request."""
+    causal layer's; None: the mask's. real: (B, Tq) bool, True for tokens; None: rows with a visible
+    key. causal: the model's request."""
     if mask.dim() != 4 or mask.shape[1] != 1:
         raise ValueError(f"shape {tuple(mask.shape)}, expected (batch, 1, queries, keys)")
     seen = mask[:, 0]  # (B, Tq, Tk)

@@ -32,8 +32,8 @@ def cpu_name() -> str | None:
         info = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
         return None
-    found = re.search(r"^model name\s*:\s*(.+)$", info, re.MULTILINE)
-    return found[1].strip() if found else None
+    found = re.search(r"^model name\s*:\s*(.*\S)", info, re.MULTILINE)
+    return found and found[1]
 
 
 def bfloat16_units() -> str:
@@ -69,15 +69,15 @@ def import_version(package: str) -> str | None:
             return None  # "a.b" where a is missing
         why = f"{type(e).__name__}: {e}"
         if len(owners := versions()) > 1:  # flash-attn 2.8 and flash-attn-4
-            both = " and ".join(f"{name} {version}" for name, version in owners.items())
+            both = " and ".join(map(" ".join, owners.items()))
             why += f"; {both} share a folder: pip install --force-reinstall --no-deps one of them"
         return why
     version = str(getattr(module, "__version__", ""))
     if re.match(r"[\d.]*[1-9]", version):
         return version
-    # none, or 0.0.0 under a former name
-    numbers = lambda text: [int(n) for n in re.findall(r"\d+", text)]  # noqa: E731
-    return max(versions().values(), key=numbers, default=UNKNOWN_VERSION)
+    # None, or 0.0.0 under a former name.
+    return max(versions().values(), default=UNKNOWN_VERSION,
+               key=lambda text: [int(n) for n in re.findall(r"\d+", text)])
 
 
 def first_line(e: BaseException) -> str:

@@ -46,7 +46,7 @@ Calls = dict[tuple[str, Spec], tuple[Call, float]]  # and its approximate second
 
 
 def declared(name: str, spec: Spec, machine: Machine, policy: Policy) -> tuple[Row, Backend | None]:
-    """The backend is None if its code does not load."""
+    """None: its code does not load."""
     try:
         backend, why = admit(name, spec, machine, policy)
     except BackendUnavailable as e:
@@ -91,15 +91,16 @@ def measure(names: Iterable[str], modes: Sequence[Spec], machine: Machine, polic
 
 def race(calls: Calls, device: torch.device) -> Mapping[tuple[str, Spec], float]:
     """Median seconds of each call, in interleaved rounds."""
-    many = {key: min(20, max(1, round(SAMPLE_S / s))) for key, (_, s) in calls.items()}
-    rounds = {key: min(100, max(3, round(BUDGET_S / s / many[key])))
-              for key, (_, s) in calls.items()}
     taken: dict[tuple[str, Spec], list[float]] = {key: [] for key in calls}
-    order = random.Random(0)
-    while going := [key for key in calls if len(taken[key]) < rounds[key]]:
+    order, going = random.Random(0), [*calls]
+    while going:
         order.shuffle(going)
-        for key in going:
-            taken[key].append(time_call(calls[key][0], device, many[key]))
+        for key in [*going]:
+            call, s = calls[key]
+            n = min(20, max(1, round(SAMPLE_S / s)))
+            taken[key].append(time_call(call, device, n))
+            if len(taken[key]) >= min(100, max(3, round(BUDGET_S / s / n))):
+                going.remove(key)
     return {key: statistics.median(samples) for key, samples in taken.items()}
 
 
@@ -125,21 +126,20 @@ def calls_of(spec: Spec, device: torch.device, shape: Shape) -> Callable[[Backen
     def make(backend: Backend, spec: Spec) -> Call:
         attend = attend_of(backend, spec)
 
-        def forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        def run(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
             return attend(q, k, v, spec, **options)
 
-        run = forward
         if spec.compiled:
-            run = torch.compile(own_code(forward, f"forward_{backend.name}"), dynamic=False)
-        tensors = [*given[:3], *([] if given.sinks is None else [given.sinks])]
-        leaves = [t.detach().requires_grad_(spec.grad) for t in tensors]
-        own = options | ({} if given.sinks is None else {"sinks": leaves[3]})
+            run = torch.compile(own_code(run, f"forward_{backend.name}"), dynamic=False)
+        tensors = {"q": given.q, "k": given.k, "v": given.v}
+        tensors |= {} if given.sinks is None else {"sinks": given.sinks}
+        leaves = {name: t.detach().requires_grad_(spec.grad) for name, t in tensors.items()}
 
         def call() -> None:
             with torch.set_grad_enabled(spec.grad):
-                out = run(*leaves[:3], **own)
+                out = run(**options | leaves)
                 if spec.grad:
-                    torch.autograd.grad(out, leaves, given.dout)
+                    torch.autograd.grad(out, [*leaves.values()], given.dout)
 
         return call
 
@@ -201,8 +201,7 @@ def table(rows: Sequence[Row], modes: Sequence[Spec]) -> str:
         lines += aligned([["runs there", ""], *([row.name, row.title] for row in able)], "<")
     for note in dict.fromkeys(note for row in able for note in row.notes):
         lines.append(f"- {', '.join(row.name for row in able if note in row.notes)}: {note}")
-    if len(able) < len(rows):
-        lines += ["", "does not run"]
+    lines += ["", "does not run"] * (len(able) < len(rows))
     wide = max(len(row.name) for row in rows)
     for row in rows:
         for n, why in enumerate(row.why):

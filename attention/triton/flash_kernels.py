@@ -7,8 +7,8 @@
 
 Without atomics each sum has a fixed order; the price: both backward kernels compute S and dP.
 
-Visible tiles   Each row sees one interval of keys, whose ends never decrease from row to row; so a
-                block visits one run of tiles, whose inner ones need no mask:
+Visible tiles   Each row sees one interval of keys, whose ends never decrease from row to row: a
+                block visits one run of tiles, and the inner ones need no mask:
 
                     begin       inner_begin     inner_end       end
                       |  / x x x x | x x x x x x x | x           |
@@ -16,8 +16,8 @@ Visible tiles   Each row sees one interval of keys, whose ends never decrease fr
                       |      / x x | x x x x x x x | x x x       |
 
 exp2            Scores, m_i and L_i are in units of log 2: S_ij is multiplied by `unit`.
-Sizes           Tiles are padded to BLOCK_D columns. Their address has 64 bits, offsets inside 32.
-float32         is multiplied in float32 (input_precision="ieee"), not TF32."""
+Sizes           Tiles have BLOCK_D columns; their address has 64 bits, offsets inside 32.
+float32         is multiplied in float32 ("ieee"), not TF32."""
 
 # mypy: allow-untyped-defs
 
@@ -131,7 +131,7 @@ def seen_by(t0, shift, T, before, after, low, high, Run, ROWS: tl.constexpr, BLO
 
 @triton.jit
 def loop_of(begin, inner_begin, inner_end, end, MASKED: tl.constexpr):
-    """Start and end of a loop over the inner tiles or both ends, and its step over the inner."""
+    """A loop over the inner tiles, or over both ends: start, stop, what it skips between."""
     if MASKED:
         return begin, end - (inner_end - inner_begin), inner_end - inner_begin
     else:
@@ -444,9 +444,9 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, run_q: Tensor | None, run_k: 
                   softcap: float | None, offset: int | None) -> tuple[Tensor, Tensor]:
     """out (B, Tq, H, D) and L (B, H, Tq) float32, log2 of the sum of exp(s).
 
-    run_q (B, 2, Tq) int32: first and last key of each query's segment; run_k (B, 2, Tk): first and
-    last position of each key's. seed (1,) int64; sinks (H,), slopes (H,) or (B, H) float32. offset
-    as in visible(): with one the results are float32."""
+    run_q (B, 2, Tq), run_k (B, 2, Tk) int32: first and last key of each query's segment, position
+    of each key's. seed (1,) int64; sinks (H,), slopes (H,) or (B, H) float32. offset as in
+    visible(): with one the results are float32."""
     q, k, v = _readable(q), _readable(k), _readable(v)
     B, Tq, H, _ = q.shape
     out = _result(q.shape, q, offset)
