@@ -35,7 +35,6 @@ def sdpa_mask(q: Tensor, k: Tensor, spec: Spec, offset: int, segments: Pair = No
 
 
 def biased(seen: Tensor, q: Tensor, alibi_slopes: Tensor, offset: Numbers) -> Tensor:
-    """ALiBi's biases, -inf where masked; float32 for half precision on the CPU."""
     dtype = torch.promote_types(q.dtype, torch.float32) if q.is_cpu else q.dtype
     bias = alibi(alibi_slopes, seen.shape[-2], seen.shape[-1], offset, dtype)
     return bias.masked_fill(~seen, -torch.inf)
@@ -70,7 +69,6 @@ def blocks(queries: slice, keys: slice, spec: Spec, size: int,
 
 
 def blocks_of_segments(segments: Tensor, offset: int, spec: Spec, size: int) -> list[Block]:
-    """Blocks for each row of segments (B, Tk); short neighbors share a block."""
     starts, found = borders(segments), []
     alike = all(row == starts[0] for row in starts)
     for b, row in enumerate(starts[:1] if alike else starts):

@@ -6,15 +6,14 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from .machine.system import UNKNOWN_VERSION, autocast_off
+from .masks import Mods, in_pieces
 from .spec import BUFFERS, CACHES, DROPOUT_STEP, DTYPES, Machine, Spec
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from .masks import Mods
 
 
 def version(text: str) -> tuple[int, ...]:
@@ -236,9 +235,6 @@ class Backend:
 
 
 def in_own_dtype(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Run attend() in its inputs' dtype, under autocast too."""
-    import torch
-
     is_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled  # faster than a context
 
     @wraps(attend)
@@ -308,11 +304,8 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, spec: Spec, segments: Any = None
             must_be(name, t, size, on, dtypes)
     if alibi_slopes is not None and alibi_slopes.requires_grad:
         raise ValueError("alibi_slopes must not require a gradient: they get none")
-    if segments is not None:
-        from .masks import in_pieces
-
-        if in_pieces(segments):
-            raise ValueError("segments must be runs of equal ids, got an id that comes again")
+    if segments is not None and in_pieces(segments):
+        raise ValueError("segments must be runs of equal ids, got an id that comes again")
 
 
 def _check_cache(q: Tensor, k: Tensor, spec: Spec, cache: Any) -> None:
@@ -329,9 +322,7 @@ def _check_cache(q: Tensor, k: Tensor, spec: Spec, cache: Any) -> None:
 
 
 def must_be(name: str, t: Any, shape: tuple[int, ...], on: object, dtypes: tuple[str, ...]) -> None:
-    import torch
-
-    if isinstance(t, torch.Tensor) and t.device == on and str(t.dtype)[6:] in dtypes and (
+    if isinstance(t, Tensor) and t.device == on and str(t.dtype)[6:] in dtypes and (
             t.shape == shape or (t.dim() == len(shape) and all(
                 n == -1 or n == m for n, m in zip(shape, t.shape)))):  # `in` fails in a trace
         return
@@ -340,8 +331,6 @@ def must_be(name: str, t: Any, shape: tuple[int, ...], on: object, dtypes: tuple
 
 def shape_of(t: Any) -> str:
     """A tensor as "(2, 3) float32 on cpu", an array by its type, else repr()."""
-    import torch
-
-    if not isinstance(t, torch.Tensor):
+    if not isinstance(t, Tensor):
         return type(t).__name__ if hasattr(t, "shape") else repr(t)
     return f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')} on {t.device}"

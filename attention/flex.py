@@ -72,7 +72,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
 def flex(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask: BlockMask, scale: str | None,
          softcap: str | None, sinks: Tensor | None, flash: bool, slopes: Tensor | None,
          shift: Tensor, own_score: Mod | None) -> Tensor:
-    """Call flex_attention, and take off the weight of sinks (H,). slopes: (1 or B, H)."""
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
     options: dict[str, Any] = {"block_mask": mask, "scale": scale and float(scale)}

@@ -30,7 +30,6 @@ def not_loaded(*args: object, **options: object) -> NoReturn:
 
 @cache
 def unloaded(name: str) -> Backend:
-    """The backend before its code is loaded, with all possible Caps."""
     if not (found := NAME.fullmatch(name)):
         raise ValueError(f"expected hub:org/repo@ and the 40 hex digits of a commit, got {name!r}")
     title = f"{found[1]} of the hub at {found[2][:8]}"

@@ -61,7 +61,7 @@ Parts = tuple[Tensor, ...]  # out, and any log-sum-exp
 
 
 def for_any_shape(attend: Callable[..., R], lse: bool = False) -> Callable[..., R]:
-    """Extend an attend() for 0 < Tq <= Tk to any lengths and strides; `lse`: it also returns L."""
+    """Extend an attend() for 0 < Tq <= Tk to any shape; `lse`: it also returns L."""
 
     @wraps(attend)
     def wrapped(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **options: Any) -> Any:
@@ -83,7 +83,7 @@ def for_any_shape(attend: Callable[..., R], lse: bool = False) -> Callable[..., 
 
 def queries_before_keys(attend: Callable[..., Parts], q: Tensor, k: Tensor, v: Tensor, spec: Spec,
                         options: dict[str, Any]) -> Parts:
-    """Two calls: the Tq - Tk queries before every key see `right` keys, none with segments."""
+    """The Tq - Tk queries before every key see `right` keys, none with segments; then the rest."""
     n, Tk = q.shape[1] - k.shape[1], k.shape[1]
     n_seen = Tk if spec.right is None else min(spec.right, Tk)
     if options.get("segments") is not None:
@@ -135,7 +135,7 @@ def nothing(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, lse: bool) ->
 
 
 def loadable(t: Tensor) -> Tensor:
-    """Copy unless rows are contiguous and aligned: fused CUDA kernels load 16 bytes, unchecked."""
+    """Copy unless rows are contiguous and aligned: CUDA kernels load 16 bytes, unchecked."""
     if t.stride(-1) != 1:  # contiguous() keeps the stride of a single number
         return t.clone(memory_format=torch.contiguous_format)
     n = 16 // t.element_size()
@@ -196,7 +196,6 @@ def in_pieces(segments: Tensor) -> bool:
 
 @kept
 def borders(segments: Tensor) -> list[list[int]]:
-    """Starts of segments in each row of (B, T). The host waits for the device."""
     return [row.nonzero().flatten().tolist() for row in begins(segments).cpu()]
 
 
@@ -270,8 +269,8 @@ class StaticView:
 @dataclass(frozen=True)
 class PagedView:
     """A paged cache: k and v are pages (n_pages, page_size, Hkv, D); the j-th token of row b is
-    ``k[page_table[b, j // page_size], j % page_size]``. Padding is finite, even if the pages of a
-    row without new tokens hold NaN. Else as StaticView."""
+    ``k[page_table[b, j // page_size], j % page_size]``. Padding is finite; a row without new tokens
+    needs no pages. Else as StaticView."""
 
     page_table: Tensor  # (B, max_pages) int32; 0 is the null page
     start: Tensor  # (B,) int32

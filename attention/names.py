@@ -68,7 +68,6 @@ def get(name: str) -> Backend:
 
 
 def timed(spec: Spec, machine: Machine) -> list[str]:
-    """Candidates for "fastest"; training also times triton with other tiles."""
     others = (b for b in TILED if spec.grad and not b.why_not(spec, machine))
     return [*BACKENDS, *(b.name for b in others)]
 

@@ -35,7 +35,6 @@ MARGIN = 0.02  # over auto's choice
 
 
 class Phase(NamedTuple):
-    """One kind of forward pass, as in Spec and Machine."""
 
     device: str
     dtype: str
@@ -190,7 +189,6 @@ def fastest(spec: Spec, device: str | torch.device, shape: Shape, policy: Policy
 
 
 def memory() -> Path:
-    """The file of remembered names. Raises OSError: no home folder."""
     if own := os.environ.get("NANOATTN_CACHE"):
         return Path(own) / "fastest.json"
     try:

@@ -120,7 +120,6 @@ def probe_long(backend: Backend, spec: Spec, device: str | torch.device,
 
 def trial(backend: Backend, spec: Spec, device: torch.device, shape: tuple[int, int, int],
           draw: torch.Generator, size: float = 1.0, rows: Tensor | None = None) -> list[Deviation]:
-    """Errors without dropout. rows: queries with a gradient; a cache is then read once."""
     given, spec = draw_inputs(spec, device, shape, draw, size), replace(spec, dropout=0.0)
     Tq, ends = shape[1], [] if rows is None else [[shape[1]]]
     if rows is None and spec.cache in BUFFERS and spec.right != 0:
@@ -185,7 +184,6 @@ def attempt(backend: Backend, device: torch.device) -> Iterator[None]:
 
 
 def attend_of(backend: Backend, spec: Spec) -> Callable[..., Tensor]:
-    """An attend() for `spec`: for the log-sum-exp the partial, in parts where a ring can."""
     if not spec.lse:
         return backend.compute
 
@@ -243,7 +241,6 @@ def must_be_like(out: object, q: Tensor) -> None:
 
 
 def leakage(attend: Callable[..., Tensor], given: Inputs, spec: Spec, ahead: int | None) -> float:
-    """Largest change of outputs more than `ahead` before a changed last token."""
     if ahead is None:
         return 0.0
     q, k, v = (torch.cat((t[:, :-1], 3 - t[:, -1:]), dim=1) for t in given[:3])

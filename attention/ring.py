@@ -82,7 +82,6 @@ class Ring:
                     yield I, J, (a - b) * c
 
     def pass_on(self, tensors: list[Tensor]) -> Callable[[], list[Tensor]]:
-        """Start sending to the next process; the result waits for the previous one's."""
         if self.size == 1:
             return lambda: tensors
         after, before = (

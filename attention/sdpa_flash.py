@@ -19,7 +19,6 @@ aten = torch.ops.aten
 
 def varlen(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
            segments: Tensor | None = None) -> Tensor:
-    """By torch.nn.attention.varlen, each segment a sequence: Tq <= Tk."""
     from torch.nn.attention.varlen import varlen_attn  # its window needs torch >= 2.12
 
     (B, Tq, _, D), Tk = q.shape, k.shape[1]

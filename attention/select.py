@@ -1,4 +1,4 @@
-"""resolve() chooses a backend by declared Caps, select() also by proof on this machine."""
+"""resolve() chooses a backend by Caps, select() also by proof on this machine."""
 
 from __future__ import annotations
 
@@ -77,7 +77,6 @@ class Resolution:
 
 
 def candidates(name: str, spec: Spec, machine: Machine, policy: Policy) -> list[str]:
-    """The name, its fallback, then PREFERENCE."""
     if machine.device not in PREFERENCE:
         raise BackendUnavailable(f"no kernel runs on {machine.device}")
     order = [*PREFERENCE[machine.device]]
@@ -121,7 +120,6 @@ def disabled() -> set[str]:
 
 def admit(name: str, spec: Spec, machine: Machine,
           policy: Policy = Policy()) -> tuple[Backend, list[Refusal]]:
-    """A backend, or its prebuilt kernel, and every declared reason against it."""
     backend = get(name)
     family = name.partition(":")[0]
     if disabled() & {name, family, backend.name, *backend.aliases}:
@@ -211,7 +209,7 @@ def resolve(name: str, spec: Spec, machine: Machine, policy: Policy = Policy(),
 def select(name: str, spec: Spec, device: str | torch.device, policy: Policy = Policy(), *,
            shape: Shape | None = None, ranks: Ranks | None = None,
            failed: Failed | None = None) -> Resolution:
-    """resolve() proved by a probe, past LONG keys also at `shape`; `ranks` call it together."""
+    """resolve() and a probe, past LONG keys also at `shape`; `ranks` call it together."""
     long = shape if shape and shape[2] > LONG else None
 
     def prove(backend: Backend) -> Probe:
@@ -228,14 +226,16 @@ def select(name: str, spec: Spec, device: str | torch.device, policy: Policy = P
         GB *= min(Tk, spec.window or Tk)
         if "math" in chosen.kernels and name != "sdpa_math" and GB > 1:
             text = (f"{chosen.backend.name} runs PyTorch's math kernel, which stores {GB:.1f} GB "
-                    "of scores a layer: --attention_backend=tiled stores none.")
+                    "of scores a layer (--attention_backend=tiled: none).")
             chosen = replace(chosen, note="\n".join(filter(None, [chosen.note, text])))
         announce(chosen)
         return chosen
 
-    meta = torch.device(device).type == "meta"  # shapes only
-    plain = Resolution(name, get("tiled" if spec.lse else "manual"))
-    return replace(plain if meta else apart(device, choose), length=long[2] if long else 0)
+    if torch.device(device).type == "meta":  # shapes only
+        chosen = Resolution(name, get("tiled" if spec.lse else "manual"))
+    else:
+        chosen = apart(device, choose)
+    return replace(chosen, length=long[2] if long else 0)
 
 
 def configuration(spec: Spec, machine: Machine, policy: Policy,

@@ -22,6 +22,10 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
 
+import torch
+
+from .machine import system
+
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 CACHES = ("none", "dynamic", "static", "paged")
 BUFFERS = CACHES[2:]  # read through a view (masks.py)
@@ -165,18 +169,13 @@ class Machine:
 
     def version_of(self, package: str) -> str | None:
         """Version, or the error of the import; None: not installed."""
-        from .machine.system import import_version
-
-        return import_version(package) if self.packages is None else self.packages.get(package)
+        known = self.packages
+        return system.import_version(package) if known is None else known.get(package)
 
     @classmethod
     def here(cls, device: str) -> Machine:
-        import torch
-
-        from .machine.system import bfloat16_units, cpu_name
-
         kind = torch.device(device).type
-        name, capability = cpu_name() or platform.processor() or platform.machine(), None
+        name, capability = system.cpu_name() or platform.processor() or platform.machine(), None
         if kind == "cuda":
             name = torch.cuda.get_device_name(device)
             capability = torch.cuda.get_device_capability(device)
@@ -184,5 +183,5 @@ class Machine:
             kind, name, capability, torch.__version__, torch.version.cuda, packages=None,
             interpreted=os.environ.get("TRITON_INTERPRET") == "1",
             deterministic=torch.get_deterministic_debug_mode() == 2,  # 1 only warns
-            bfloat16_units=kind == "cpu" and bool(bfloat16_units()),
+            bfloat16_units=kind == "cpu" and bool(system.bfloat16_units()),
         )

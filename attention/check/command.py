@@ -54,7 +54,6 @@ def fitted(item: Item, backend: Backend, machine: Machine) -> tuple[Spec, Sequen
 
 
 def judge(backend: Backend, item: Item, machine: Machine, device: str) -> Item:
-    """Run one test at sizes that the backend takes."""
     spec, why = fitted(item, backend, replace(machine, deterministic=item.deterministic))
     case = replace(item.case, D=spec.head_dim, grad=spec.grad)
     item = replace(item, case=case, backend=backend, device=device)
@@ -73,7 +72,6 @@ def judge(backend: Backend, item: Item, machine: Machine, device: str) -> Item:
 
 def untested(caps: Iterable[Caps], ran: Iterable[Item], machine: Machine,
              dtypes: Sequence[str]) -> list[str]:
-    """Declared capabilities that no test used."""
     declared: dict[str, None] = {}
     elsewhere = {"device", "torch", "interpreted", "packages", "capability"}
     for row in caps:
@@ -193,7 +191,6 @@ show(get({name!r}), {case!r}, {dtype!r}, {device!r})"""
 
 
 def script(name: str, item: Item, length: int) -> str:
-    """A script that repeats a failed case, or a command for a property."""
     name = os.path.abspath(name) if os.path.exists(name) else name
     if not item.title:
         return SCRIPT.format(what=f"{item.name}: {'; '.join(item.why)}", folder=FOLDER,

@@ -176,7 +176,6 @@ CASES = SAMPLE + cases("""192, 1025 B1 H1 Hkv1 D64, 113x203-H4 Hkv4, 128x217, 2x
 
 
 def in_order() -> list[Case]:
-    """SAMPLE, then the rest, each by number of features."""
     parts = SAMPLE, CASES[len(SAMPLE) :]
     return [case for part in parts for case in sorted(
         part, key=lambda case: len({*case.features} - {"causal"}))]
@@ -186,7 +185,6 @@ IDS = (65543, 7, 2**24 + 1, 2**24, -1, 0, *range(100, 120))
 
 
 def segments(case: Case) -> Tensor:
-    """Ids (B, Tk) int32; each row has its own borders."""
     Tk, rows = case.Tk, []
     for b in range(case.B):
         starts = {"packed": [Tk // 3 + b, Tk // 2 + 3 * b], "left": [10 * b],

@@ -138,7 +138,6 @@ def mistakes(spec: Spec) -> list[tuple[str, Options]]:
 
 
 def named(item: Item) -> list[str]:
-    """A line with the mistake of a failing kernel; empty if none explains it."""
     case, dtype, device = item.case, item.dtype, item.device
     for grad in (True, False)[not case.grad :] if not item.title else ():
         spec = case.spec(dtype, grad=grad)

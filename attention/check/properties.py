@@ -144,7 +144,6 @@ def empty(item: Item) -> None:
 
 
 def some_gradients(item: Item) -> None:
-    """Gradients of each input alone, and of all but it, twice from one graph."""
     names = ["q", "k", "v", *["sinks"] * item.spec.sinks]
     for wrt in (w for n in (1, len(names) - 1) for w in itertools.combinations(names, n)):
         item.compare(item.run(item.given, item.spec, wrt=wrt, times=2))

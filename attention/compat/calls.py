@@ -146,7 +146,6 @@ def seen(name: str, table: Tensor, pages: Tensor, Tq: Sequence[int], Tk: Sequenc
 
 
 def tokens(pages: Tensor, rows: list[tuple[Tensor, int]], starts: Sequence[int]) -> list[Tensor]:
-    """Tokens (n, Hkv, D) of each row of pages (pages, page_size, Hkv, D)."""
     texts = (pages[used[0]] if len(used) == 1 else pages[used].flatten(0, 1) for used, _ in rows)
     return [text[a:n] for text, (_, n), a in zip(texts, rows, starts)]
 
@@ -248,7 +247,6 @@ def dense(q: Tensor, k: Tensor, v: Tensor, request: Request, slopes: Tensor | No
 
 def texts(qs: Sequence[Tensor], ks: Sequence[Tensor], vs: Sequence[Tensor], request: Request,
           slopes: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:
-    """Compute out (Tq, H, D) and any L (H, Tq) of each text; those of one length are a batch."""
     alike: dict[tuple[int, int], list[int]] = {}
     for i, (q, k) in enumerate(zip(qs, ks)):
         alike.setdefault((len(q), len(k)), []).append(i)

@@ -175,7 +175,6 @@ def _proof(mask: Tensor | None, window: int | None, is_causal: bool | None,
 
 
 def _check_packing(position_ids: Tensor, proof: Proof, mask: Tensor | None) -> None:
-    """Raise ValueError if position_ids (B or 1, Tq) restart where the mask joins texts."""
     if symbolic(position_ids) or (isinstance(mask, Mask) and mask.checked is position_ids):
         return
     begins = position_ids[:, 1:] <= position_ids[:, :-1]

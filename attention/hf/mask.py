@@ -114,7 +114,6 @@ def _same_keys(seen: Tensor) -> Proof | None:
 
 
 def _band(seen: Tensor, real: Tensor, window: int | None, causal: bool) -> Proof:
-    """A causal mask, or a window to both sides for Tq == Tk; perhaps with segments."""
     Tq, Tk = seen.shape[1:]
     if Tq != Tk and not causal:
         raise ValueError(f"not causal, with {Tq} queries and {Tk} keys")

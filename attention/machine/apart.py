@@ -6,10 +6,9 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., object])
@@ -22,8 +21,6 @@ PATIENCE = 600  # seconds
 def apart(device: str | torch.device, function: Callable[[], T]) -> T:
     """Return function() from a new thread. Raises RuntimeError: in a CUDA graph capture, after a
     hang."""
-    import torch
-
     if getattr(_inside, "now", False):  # a kernel calls attention
         return function()
     on = torch.device(device)

@@ -1,4 +1,4 @@
-"""Processor, packages, autocast, profiler. Functions import torch."""
+"""Processor, packages, autocast, profiler."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 from types import FunctionType
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
-if TYPE_CHECKING:
-    import torch
+import torch
+from torch.autograd import profiler_legacy
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -38,15 +38,11 @@ def cpu_name() -> str | None:
 
 def bfloat16_units() -> str:
     """For bfloat16 products: "AMX", "AVX512_BF16" or ""."""
-    import torch
-
     has = torch.cpu.get_capabilities()
     return "AMX" if has.get("amx_bf16") else "AVX512_BF16" if has.get("avx512_bf16") else ""
 
 
 def devices() -> list[str]:
-    import torch
-
     numbered = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
     mps = ["mps"] if torch.backends.mps.is_available() else []
     return ["cpu", *["cuda"] * bool(numbered), *numbered, *mps]
@@ -89,7 +85,6 @@ def first_line(e: BaseException) -> str:
 
 
 def loses_device(e: BaseException) -> bool:
-    """True if CUDA refuses all further work after this error."""
     return isinstance(e, RuntimeError) and bool(LOST.search(str(e)))
 
 
@@ -101,8 +96,6 @@ def own_code(f: Callable[P, R], name: str) -> Callable[P, R]:
 
 
 def synchronize(device: torch.device) -> None:
-    import torch
-
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type == "mps":
@@ -110,16 +103,12 @@ def synchronize(device: torch.device) -> None:
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    import torch
-
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return None
     return torch.get_autocast_dtype(device_type)
 
 
 def autocast_off(t: torch.Tensor) -> AbstractContextManager[object]:
-    import torch
-
     kind = t.device.type
     return torch.autocast(kind, enabled=False) if autocast_dtype(kind) else nullcontext()
 
@@ -127,16 +116,12 @@ def autocast_off(t: torch.Tensor) -> AbstractContextManager[object]:
 @contextmanager
 def profiled(names: list[str]) -> Iterator[None]:
     """Append operators that this thread runs to `names`, without disturbing a torch.profiler."""
-    from torch.autograd import profiler_legacy
-
     with profiler_legacy.profile() as profile:
         yield
     names += dict.fromkeys(event.name for event in profile.function_events or ())
 
 
 def kineto(device_type: str) -> torch.profiler.profile:
-    import torch
-
     # Silences "USDT: ... profiler_start" of torch 2.13.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     kinds = torch.profiler.ProfilerActivity

@@ -105,7 +105,6 @@ def race(calls: Calls, device: torch.device) -> Mapping[tuple[str, Spec], float]
 
 
 def warmed_up(call: Call, device: torch.device) -> float:
-    """Approximate seconds of a call."""
     time_call(call, device)  # compiles, loads, allocates
     samples = [time_call(call, device)]
     while len(samples) < 3 and sum(samples) < BUDGET_S:
@@ -114,7 +113,6 @@ def warmed_up(call: Call, device: torch.device) -> float:
 
 
 def calls_of(spec: Spec, device: torch.device, shape: Shape) -> Callable[[Backend, Spec], Call]:
-    """A maker of calls, with backward if the Spec has gradients, on inputs as in a model."""
     B, Tq, Tk = shape
     given = draw_inputs(spec, device, shape, torch.Generator().manual_seed(0))
     options: dict[str, Any] = dict(given.options)
@@ -169,7 +167,6 @@ class Clock:
         return self.stamp()
 
     def stop(self) -> Stamp:
-        """Stamp the end of all work; earlier stamps are then readable."""
         stamp = self.stamp()
         synchronize(self.device)
         return stamp if self.device.type == "cuda" else self.stamp()
@@ -179,7 +176,6 @@ class Clock:
 
 
 def time_call(call: Callable[[], object], device: torch.device, n: int = 1) -> float:
-    """Mean seconds of n calls in a row."""
     clock = Clock(device)
     start = clock.start()
     for _ in range(n):

@@ -54,7 +54,6 @@ def unit_of_scores(tau, softcap):
 
 @triton.jit
 def block_of_queries(Tq, H, BLOCK_M: tl.constexpr):
-    """First row, b * H + h, b, h."""
     n_blocks = (Tq + BLOCK_M - 1) // BLOCK_M
     bh = tl.program_id(0) // n_blocks
     i0 = (n_blocks - 1 - tl.program_id(0) % n_blocks) * BLOCK_M
@@ -94,7 +93,6 @@ def load_rows(X, start, T, stride, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
 @triton.jit
 def store_rows(X, x, start, T, stride, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
                BLOCK_D: tl.constexpr):
-    """X[start : start + BLOCK] = x, clipped."""
     t, d = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK_D)[None, :]
     tile = X + tl.cast(start, tl.int64) * stride + (t * stride + d)
     tl.store(tile, x.to(X.dtype.element_ty), mask=(start + t < T) & (d < HEAD_DIM))
