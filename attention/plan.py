@@ -96,28 +96,30 @@ class Plans:
                ranks: Ranks | None = None) -> Resolution:
         """The proved kernel, chosen and announced if the kind is new. Raises BackendUnavailable."""
         key = spec.kind, device, torch.are_deterministic_algorithms_enabled()
+        return self._proved(key, shape, ranks) or apart(
+            device, partial(self._prove, key, spec, device, shape, label, ranks))
 
-        def proved() -> Resolution | None:
-            plan = self.known.get(key) if ranks is None else None
-            if plan is None or plan[0].chosen.traced:
-                return None
-            return plan[0].chosen if shape[2] <= LONG or plan[0].chosen.length else None
+    def _proved(self, key: Key, shape: Shape, ranks: Ranks | None) -> Resolution | None:
+        plan = self.known.get(key)
+        if plan is None or ranks is not None:
+            return None
+        chosen = plan[0].chosen
+        return None if chosen.traced or (shape[2] > LONG and not chosen.length) else chosen
 
-        def prove() -> Resolution:
-            if chosen := proved():  # by another thread
-                return chosen
-            self.known.pop(key, None)  # stops traced code if this raises
-            if self.name == "fastest":
-                chosen = fastest(spec, device, shape, self.policy, ranks)
-            else:
-                failed = self.refused.setdefault(key, {})
-                chosen = select(
-                    self.name, spec, device, self.policy, shape=shape, ranks=ranks, failed=failed)
-            self.known[key] = (Call.of(spec, chosen),)
-            announce(chosen, chosen.info() + label * (not spec.grad))
+    def _prove(self, key: Key, spec: Spec, device: str, shape: Shape, label: str,
+               ranks: Ranks | None) -> Resolution:
+        if chosen := self._proved(key, shape, ranks):  # by another thread
             return chosen
-
-        return proved() or apart(device, prove)
+        self.known.pop(key, None)  # stops traced code if this raises
+        if self.name == "fastest":
+            chosen = fastest(spec, device, shape, self.policy, ranks)
+        else:
+            failed = self.refused.setdefault(key, {})
+            chosen = select(
+                self.name, spec, device, self.policy, shape=shape, ranks=ranks, failed=failed)
+        self.known[key] = (Call.of(spec, chosen),)
+        announce(chosen, chosen.info() + label * (not spec.grad))
+        return chosen
 
     @outside_a_trace
     def choose_in_trace(self, device: str, deterministic: bool, *fields: Any) -> None:
