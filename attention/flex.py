@@ -196,17 +196,12 @@ def room(segments: Tensor) -> tuple[int, int]:
 _CUDA = Caps(("cuda",), THREE, (8, 0), right=True, dropout=False, scale=True, softcap=True,
              alibi=True)
 BACKEND = Backend(
-    name="flex",
-    title="PyTorch flex_attention, compiled",
-    attend=attend,
-    caps=(
-        replace(_CUDA, sinks=True),
-        replace(_CUDA, dtypes=THREE[::2], min_capability=(7, 0), sinks=True),
-        replace(_CUDA, devices=("cpu",), min_capability=None, grad=False),
-        replace(_CUDA, devices=("mps",), min_capability=None, min_torch="2.13", grad=False),
-    ),
-    fallback="sdpa",
-    aliases=("flex_attention",))
+    "flex", "PyTorch flex_attention, compiled", attend,
+    (replace(_CUDA, sinks=True),
+     replace(_CUDA, dtypes=THREE[::2], min_capability=(7, 0), sinks=True),
+     replace(_CUDA, devices=("cpu",), min_capability=None, grad=False),
+     replace(_CUDA, devices=("mps",), min_capability=None, min_torch="2.13", grad=False)),
+    "sdpa", aliases=("flex_attention",))
 
 # flash_attn/cute/interface.py of 4.0.0b13.
 _FLASH = Caps(("cuda",), THREE[:2], (9, 0), (11, 0), head_dim_max=128,
@@ -214,9 +209,7 @@ _FLASH = Caps(("cuda",), THREE[:2], (9, 0), (11, 0), head_dim_max=128,
               packages=("flash_attn.cute>=4.0",))
 _FLASH_GRAD = replace(_FLASH, head_dim_multiple=32, softcap=False, grad=True, deterministic=False)
 FLASH = Backend(
-    name="flex_flash",
-    title="PyTorch flex_attention, compiled into FlashAttention-4",
-    attend=partial(attend, flash=True),
-    caps=(_FLASH, _FLASH_GRAD, replace(_FLASH_GRAD, max_capability=(9, 0), softcap=True)),
-    fallback="flex",
+    "flex_flash", "PyTorch flex_attention, compiled into FlashAttention-4",
+    partial(attend, flash=True),
+    (_FLASH, _FLASH_GRAD, replace(_FLASH_GRAD, max_capability=(9, 0), softcap=True)), "flex",
     install="pip install --pre flash-attn-4")

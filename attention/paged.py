@@ -128,10 +128,6 @@ _PAGED = Caps(right=True, dropout=False, segments=False, scale=True, softcap=Tru
 # On CUDA decode only: gather() copies the whole cache.
 _STATIC = replace(_PAGED, devices=("cuda",), dtypes=("float16", "bfloat16", "float32"),
                   min_capability=(8, 0), head_dim_max=256, caches=("static",), packages=("triton",))
-BACKEND = Backend(
-    name="paged",
-    title="attention over a page table",
-    attend=attend,
-    caps=(_PAGED, _STATIC, replace(_PAGED, devices=("cpu",), caches=("static",))),
-    fallback="sdpa",
-    aliases=("paged_attention",))
+BACKEND = Backend("paged", "attention over a page table", attend,
+                  (_PAGED, _STATIC, replace(_PAGED, devices=("cpu",), caches=("static",))), "sdpa",
+                  aliases=("paged_attention",))

@@ -115,11 +115,8 @@ def permitted(spec: Spec, masked: bool) -> list[SDPBackend] | None:
 
 
 BACKEND = Backend(
-    name="sdpa",
-    title="PyTorch scaled_dot_product_attention",
-    attend=attend,
-    caps=(Caps(right=True, scale=True, alibi=True, caches=("none", "dynamic", "static")),),
-    fallback=None)
+    "sdpa", "PyTorch scaled_dot_product_attention", attend,
+    (Caps(right=True, scale=True, alibi=True, caches=("none", "dynamic", "static")),), None)
 
 
 def _pinned(name: str, kernel: SDPBackend, to: str, *caps: Caps, **more: Any) -> Backend:

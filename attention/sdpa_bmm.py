@@ -66,8 +66,5 @@ def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tens
 
 WHOLE = Partial(forward, backward)
 BACKEND = Backend(
-    name="sdpa_bmm",
-    title="PyTorch SDPA forward, backward by batched products",
-    attend=attend,
-    caps=(Caps(("cpu",), ("bfloat16",), right=True, dropout=False, segments=False, scale=True),),
-    fallback="sdpa")
+    "sdpa_bmm", "PyTorch SDPA forward, backward by batched products", attend,
+    (Caps(("cpu",), ("bfloat16",), right=True, dropout=False, segments=False, scale=True),), "sdpa")

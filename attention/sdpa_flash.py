@@ -68,10 +68,10 @@ def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tens
             found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 *inputs, 0.0, causal, scale=spec.softmax_scale, **masks)
         else:
-            lengths = I.stop - I.start, J.stop - J.start
+            sizes = None, None, I.stop - I.start, J.stop - J.start
             seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # not read
             found = aten._scaled_dot_product_flash_attention_backward(
-                *inputs, None, None, *lengths, 0.0, causal, seed, seed, scale=spec.softmax_scale)
+                *inputs, *sizes, 0.0, causal, seed, seed, scale=spec.softmax_scale)
         for total, at, grad in zip(grads, (I, J, J), found):
             total[:, at] += grad.transpose(1, 2)[..., : q.shape[3]]
     return tuple(grads)

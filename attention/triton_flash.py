@@ -107,14 +107,9 @@ _AMPERE = Caps(("cuda",), ("float16", "bfloat16", "float32"), (8, 0), right=True
                packages=("triton>=3.1",))
 _TURING = replace(_AMPERE, dtypes=("float16", "float32"), min_capability=(7, 5))
 BACKEND = Backend(
-    name="triton",
-    title="our own FlashAttention-2 kernels in Triton",
-    attend=attend,
-    caps=(_AMPERE, _TURING,
-          replace(_TURING, devices=("cpu",), min_capability=None, interpreted=True)),
-    fallback="sdpa",
-    install="pip install triton",
-    partial=Partial(forward, backward, dropout=True))
+    "triton", "our own FlashAttention-2 kernels in Triton", attend,
+    (_AMPERE, _TURING, replace(_TURING, devices=("cpu",), min_capability=None, interpreted=True)),
+    "sdpa", install="pip install triton", partial=Partial(forward, backward, dropout=True))
 
 
 def other(name: str, about: str, capability: tuple[int, int], head_dim: int,
