@@ -69,7 +69,7 @@ def requested(sizes: dict[str, int], q: Tensor, layout: str, tensors: dict[str, 
     heads = sizes["H"], sizes["Hkv"], sizes["D"]
     if not all(heads) or heads[0] % heads[1]:
         wrong("q", f"of heads that are a multiple of the {heads[1]} key heads", q)
-    given = [q, *(t for t, _ in tensors.values() if t is not None)]
+    given = (q, *(t for t, _ in tensors.values() if t is not None))
     grad = torch.is_grad_enabled() and any(t.requires_grad for t in given)
     if slopes is not None:
         axes = "B H" if slopes.dim() > 1 else "H"

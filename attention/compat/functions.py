@@ -242,11 +242,9 @@ def flash_attn_with_kvcache(
         ks, vs = (calls.tokens(t, used, starts) for t in (k_cache, v_cache))
         outs, Ls = texts(q.unbind(), ks, vs, request, alibi_slopes)
         return returned(torch.stack(outs), torch.stack(Ls) if request.lse else None)
-    count = torch.full_like(total, Tq)
-    start = total - count
-    view: Any = PagedView(table, start, count)
+    start, count = total - Tq, torch.full_like(total, Tq)
+    view: Any = PagedView(table, start, count) if paged else StaticView(start, count, size)
     if not paged:
-        view = StaticView(start, count, size)
         these = slice(B) if cache_batch_idx is None else cache_batch_idx
         k_cache, v_cache = k_cache[these], v_cache[these]
     slopes = {} if alibi_slopes is None else {"alibi_slopes": alibi_slopes}
