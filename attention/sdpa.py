@@ -79,7 +79,6 @@ def fused(q: Tensor, k: Tensor, v: Tensor, spec: Spec, kernel: SDPBackend | None
           attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
     kernels, group = None if kernel is None else [kernel], spec.n_head // spec.n_kv_head
     grouped, masked = group > 1, attn_mask is not None
-    device_properties = torch.cuda.get_device_properties
     if kernel == SDPBackend.CUDNN_ATTENTION:
         if k.shape[1] == 1:  # cuDNN refuses it. P = 1: q and k have no gradient
             k, v = (t.repeat_interleave(group, dim=2) for t in (k, v))
@@ -90,8 +89,10 @@ def fused(q: Tensor, k: Tensor, v: Tensor, spec: Spec, kernel: SDPBackend | None
             attn_mask = F.pad(attn_mask, (0, -attn_mask.shape[-1] % 128), value=hidden)
     if q.is_cuda:
         kernels = kernels or permitted(spec, masked)
-        takes_groups = not masked and kernel != SDPBackend.EFFICIENT_ATTENTION and (
-            kernel is not None or (spec.dtype in HALF and device_properties(q.device).major >= 8))
+        takes_groups = not masked and kernel != SDPBackend.EFFICIENT_ATTENTION
+        if grouped and takes_groups and kernel is None:
+            major = torch.cuda.get_device_properties(q.device).major
+            takes_groups = spec.dtype in HALF and major >= 8
         if grouped and not takes_groups:
             # Else the math kernel runs, in O(T^2) memory (PyTorch issue 181528).
             k, v = (t.repeat_interleave(group, dim=2) for t in (k, v))
