@@ -99,7 +99,7 @@ class Caps:
             raise ValueError(f"dropout_step must be {DROPOUT_STEP}, got {self.dropout_step!r}")
 
     def lacks(self, spec: Spec, on: str) -> list[Refusal]:
-        found, split = list[Refusal](), spec.lse and self.lse
+        found, split = [], spec.lse and self.lse
         special = {"right": spec.right != 0, "window": spec.window or (spec.right and self.right)}
         for name, text in LACKS.items():
             able = getattr(self, name)

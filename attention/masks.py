@@ -43,8 +43,8 @@ def alibi(slopes: Tensor, Tq: int, Tk: int, offset: Numbers, dtype: torch.dtype)
 
 
 def sees_all(Tq: int, Tk: int, window: int | None, offset: int, right: int | None) -> bool:
-    corners = (0, Tk - 1), (Tq - 1, 0)
-    return all(visible(i, j, offset, window, right=right) for i, j in corners)
+    first = visible(0, Tk - 1, offset, window, right=right)
+    return bool(first and visible(Tq - 1, 0, offset, window, right=right))
 
 
 def maskless(Tq: int, Tk: int, window: int | None, offset: int, right: int | None) -> str:
