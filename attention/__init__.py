@@ -19,11 +19,11 @@ from .compat.functions import (
 )
 from .names import BACKENDS, RULES, check_name, get, is_code, packages, register
 from .plan import Call, Phase, Plan, Plans, fastest
-from .probabilities import weights
 from .proof import probe
 from .ring import Ring
 from .select import Ranks, Resolution, announce, resolve, select
 from .spec import Machine, Policy, Spec, visible
+from .truth import weights
 
 __all__ = [
     "BACKENDS", "RULES", "Backend", "BackendUnavailable", "Call", "Caps", "DeviceLost",

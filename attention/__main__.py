@@ -21,7 +21,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -37,13 +36,13 @@ from .spec import CACHES, DTYPES, Machine, Policy, Spec
 FLAGS = {
     "allow_mps_sdpa": "allow PyTorch's SDPA on Apple's Metal before torch 2.13",
     "segments": "two documents in each sequence",
-    "sinks": "a logit for each head in the softmax's denominator",
-    "alibi": "a bias that falls with the distance, by a slope for each head",
+    "sinks": "a logit a head in the softmax's denominator",
+    "alibi": "a bias that falls with the distance",
     "lse": "split sequences, as --context_parallel of train.py",
     "inference": "no backward pass",
     "deterministic": "under torch.use_deterministic_algorithms(True)",
     "compiled": "inside torch.compile",
-    "json": "print JSON: versions, device, layout, spec, and each backend's reasons and times",
+    "json": "print JSON, with all versions",
     "hub_kernels": "allow downloading a prebuilt kernel and running it",
 }
 
@@ -81,18 +80,6 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def machine_of(args: argparse.Namespace, needed: Sequence[str]) -> tuple[Machine, torch.device]:
-    if args.machine:
-        there = describe(args.machine, torch.__version__.partition("+")[0], needed)
-        return replace(there, deterministic=args.deterministic), torch.device("meta")
-    here = devices()
-    on = next(d for d in ("cuda", "mps", "cpu") if d in here)
-    on = on if args.device == "auto" else args.device
-    if on not in here:
-        raise ValueError(f"--device={on}: no such device here")
-    return Machine.here(on), torch.device(on)
-
-
 def run(args: argparse.Namespace) -> None:
     """Explain one backend, or measure all."""
     if args.seq_len < 1 or (args.batch_size is not None and args.batch_size < 1):
@@ -105,7 +92,17 @@ def run(args: argparse.Namespace) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it
         torch.use_deterministic_algorithms(True)
     needed, every = packages(args.backend or ""), [*BACKENDS, *entry_points()]
-    machine, device = machine_of(args, needed)
+    on = args.device
+    if args.machine:
+        machine = describe(args.machine, torch.__version__.partition("+")[0], needed)
+        machine = replace(machine, deterministic=args.deterministic)
+    else:
+        here = devices()
+        on = next(d for d in ("cuda", "mps", "cpu") if d in here) if on == "auto" else on
+        if on not in here:
+            raise ValueError(f"--device={on}: no such device here")
+        machine = Machine.here(on)
+    device = torch.device("meta" if args.machine else on)
     on_cuda, ampere = machine.device == "cuda", (machine.capability or (0, 0)) >= (8, 0)
     half = "bfloat16" if ampere else "float16"
     paged = args.kv_cache == "paged"
@@ -126,10 +123,6 @@ def run(args: argparse.Namespace) -> None:
             + ", deterministic" * machine.deterministic)
     if args.machine:
         head += "\nNothing was run: the backends declare this, all optional packages installed."
-
-    def output(found: dict[str, Any], text: str) -> None:
-        print(json.dumps(content | found) if args.json else text)
-
     if args.backend:
         if args.machine:
             chosen = resolve(args.backend, spec, machine, policy)
@@ -142,7 +135,7 @@ def run(args: argparse.Namespace) -> None:
             chosen = select(args.backend, spec, device, policy)
         logged = args.backend == "fastest"
         text = str(replace(chosen, rejected={}) if logged else chosen)
-        output(chosen.as_json(), f"{head}\n\n{text}" if args.machine else text)
+        text, found = f"{head}\n\n{text}" if args.machine else text, chosen.as_json()
     elif args.machine:
         rows = [declared(name, spec, machine, policy)[0] for name in every]
         try:
@@ -150,7 +143,7 @@ def run(args: argparse.Namespace) -> None:
         except BackendUnavailable as e:
             auto = f"auto: {e}"
         found = {"backends": [row.as_json([]) for row in rows]}
-        output(found, f"{head}\n\n{table(rows, modes=[])}\n\n{auto}")
+        text = f"{head}\n\n{table(rows, modes=[])}\n\n{auto}"
     else:
         modes = [replace(spec, grad=False), spec][: 1 + spec.grad]
         if not args.json:
@@ -158,7 +151,8 @@ def run(args: argparse.Namespace) -> None:
         show = partial(print, file=sys.stderr, flush=True)
         rows = measure(every, modes, machine, policy, device, (B, Tq, Tk), show=show)
         found = {"backends": [row.as_json(modes) for row in rows]}
-        output(found, f"\n{table(rows, modes)}")
+        text = f"\n{table(rows, modes)}"
+    print(json.dumps(content | found) if args.json else text)
 
 
 def main(argv: Sequence[str]) -> None:

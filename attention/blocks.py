@@ -1,5 +1,4 @@
-"""Attention in blocks of queries, each with the mask that PyTorch's SDPA takes, over the keys from
-the first to the last that any of its queries sees:
+"""Blocks of queries, each with a mask for PyTorch's SDPA over the keys that any of them sees:
 
              k0  k1  k2  k3  k4  k5  k6  k7
         q2   x   x   x   .   .   .   .   .      window=3, blocks of 2 queries: each needs
@@ -7,7 +6,7 @@ the first to the last that any of its queries sees:
         q4   .   .   x   x   x   .   .   .
         q5   .   .   .   x   x   x   .   .
 
-A block ends where a long segment ends, and a whole segment needs no mask."""
+A block ends where a long segment ends; a whole segment needs no mask."""
 
 from __future__ import annotations
 
@@ -28,15 +27,14 @@ def sdpa_mask(q: Tensor, k: Tensor, spec: Spec, offset: int, segments: Pair = No
               alibi_slopes: Tensor | None = None) -> tuple[Tensor | None, bool]:
     """Return SDPA's attn_mask, None, bool (1 or B, 1, Tq, Tk) or biases, and is_causal."""
     Tq, Tk = q.shape[1], k.shape[1]
-    bare = segments is None and alibi_slopes is None
-    if bare and (kind := maskless(Tq, Tk, spec.window, offset, spec.right)):
+    if segments is alibi_slopes is None and (
+            kind := maskless(Tq, Tk, spec.window, offset, spec.right)):
         return None, kind == "causal"
     seen = mask(Tq, Tk, spec.window, segments, q.device, offset, spec.right)
     return seen if alibi_slopes is None else biased(seen, q, alibi_slopes, offset), False
 
 
 def biased(seen: Tensor, q: Tensor, alibi_slopes: Tensor, offset: Numbers) -> Tensor:
-    """ALiBi's biases, -inf where masked; float32 for half precision on the CPU."""
     dtype = torch.promote_types(q.dtype, torch.float32) if q.is_cpu else q.dtype
     bias = alibi(alibi_slopes, seen.shape[-2], seen.shape[-1], offset, dtype)
     return bias.masked_fill(~seen, -torch.inf)
@@ -71,7 +69,6 @@ def blocks(queries: slice, keys: slice, spec: Spec, size: int,
 
 
 def blocks_of_segments(segments: Tensor, offset: int, spec: Spec, size: int) -> list[Block]:
-    """Blocks for each row of segments (B, Tk); short neighbors share a block."""
     starts, found = borders(segments), []
     alike = all(row == starts[0] for row in starts)
     for b, row in enumerate(starts[:1] if alike else starts):

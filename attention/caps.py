@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from .machine.system import UNKNOWN_VERSION, autocast_off
-from .spec import CACHES, DROPOUT_STEP, DTYPES, Machine, Spec
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from .masks import Mods
+from .masks import Mods, in_pieces
+from .spec import BUFFERS, CACHES, DROPOUT_STEP, DTYPES, Machine, Spec
 
 
 def version(text: str) -> tuple[int, ...]:
-    """Parse "2.13.0+cpu" as (2, 13, 0); "4.0.0b26", a beta, is earlier than 4.0.0: (4, 0, -1,
-    26)."""
+    """(2, 13, 0) of "2.13.0+cpu"; a beta is earlier: (4, 0, -1, 26) of "4.0.0b26"."""
     leading = re.match(r"(\d+(?:\.\d+)*)(?:\.?b(?:eta)?(\d+))?", text)
     if not leading:
         return ()
@@ -59,7 +57,7 @@ LACKS = {  # fields of Spec and Caps
     "sinks": "attention sinks",
     "alibi": "ALiBi",
     "dropout": "dropout (got {0.dropout:g}; use --dropout=0)",
-    "lse": "the log-sum-exp of context parallelism",
+    "lse": "the log-sum-exp",
     "grad": "a backward pass on {1}",
 }
 
@@ -75,7 +73,7 @@ class Caps:
     min_torch: str | None = None
     head_dim_max: int | None = None
     head_dim_multiple: int = 1
-    right: bool = False  # later keys: all of them, or with `window` a number
+    right: bool = False  # later keys: all, or with `window` a number
     window: bool = True
     dropout: bool = True
     dropout_step: float | None = None  # 1/16: dropout must be a multiple of it
@@ -86,7 +84,7 @@ class Caps:
     alibi: bool = False  # in `partial` too
     lse: bool = False  # Backend.partial, without dropout, sinks and caches
     grad: bool = True
-    deterministic: bool = True  # its backward, under use_deterministic_algorithms(True)
+    deterministic: bool = True  # its backward
     caches: tuple[str, ...] = ("none", "dynamic")
     page_multiple: int = 1
     packages: tuple[str, ...] = ()  # import names, or "a>=2.1"
@@ -101,34 +99,30 @@ class Caps:
             raise ValueError(f"dropout_step must be {DROPOUT_STEP}, got {self.dropout_step!r}")
 
     def lacks(self, spec: Spec, on: str) -> list[Refusal]:
-        requested = {name: getattr(spec, name) for name in LACKS}
-        requested["right"] = spec.right != 0
-        requested["window"] = spec.window or (spec.right and self.right)
         found, split = [], spec.lse and self.lse
+        special = {"right": spec.right != 0, "window": spec.window or (spec.right and self.right)}
         for name, text in LACKS.items():
             able = getattr(self, name)
             apart = able and split and name in ("dropout", "sinks")
-            if requested[name] and (apart or not able):
+            if special.get(name, getattr(spec, name)) and (apart or not able):
                 text = f"it does not support {text}" + " when the sequence is split" * apart
                 found.append(Refusal(text.format(spec, on), name))
-        caches = [cache for cache in self.caches if cache == "none" or not split]
+        caches = ("none",) if split else self.caches
         if spec.cache not in caches:
             text = f"its caches are {', '.join(caches)}, not {spec.cache} (--kv_cache)"
             found.append(Refusal(text, "cache"))
         return found
 
-    def missing(self, machine: Machine) -> list[str]:
-        found = []
+    def missing(self, machine: Machine) -> Iterator[str]:
         for requirement in self.packages:
             package, _, least = requirement.partition(">=")
             there = machine.version_of(package)
             if there is None:
-                found.append(f"package '{package}' is not installed")
+                yield f"package '{package}' is not installed"
             elif there != UNKNOWN_VERSION and not version(there):
-                found.append(f"package '{package}' is installed but does not import ({there})")
+                yield f"package '{package}' is installed but does not import ({there})"
             elif there != UNKNOWN_VERSION and version(there) < version(least):
-                found.append(f"package '{package}' must be >= {least}, this is {there}")
-        return found
+                yield f"package '{package}' must be >= {least}, this is {there}"
 
     def why_not(self, spec: Spec, machine: Machine) -> list[Refusal]:
         low, high = self.min_capability or (0, 0), self.max_capability or (99, 0)
@@ -188,8 +182,8 @@ class Backend:
     ``attend(q, k, v, spec, *, segments=None, cache=None)`` computes the contract of spec.py in q's
     dtype: segments ``(B, Tk)`` int32, the last Tq of them the queries'; with spec.sinks ``sinks=``
     ``(H,)``, with spec.alibi ``alibi_slopes=`` ``(H,)`` or ``(B, H)`` float32; `cache`: a view
-    (masks.py) of k and v. Raises ValueError if Caps refuse the options, or tensors contradict the
-    Spec; ``compute`` does not check."""
+    (masks.py) of k and v. Raises ValueError: Caps refuse the Spec, or tensors contradict it;
+    ``compute`` does not check."""
 
     name: str
     title: str
@@ -199,9 +193,9 @@ class Backend:
     aliases: tuple[str, ...] = ()
     install: str | None = None  # a shell command
     fullgraph: bool = True  # no graph break in torch.compile
-    partial: Partial | None = None  # present if Caps.lse
-    prebuilt: Backend | None = None  # its download, for Policy.hub_kernels
-    varlen: tuple[str, ...] = ()  # devices where NaN in a segment reaches no other
+    partial: Partial | None = None  # for Caps.lse
+    prebuilt: Backend | None = None  # for Policy.hub_kernels
+    varlen: tuple[str, ...] = ()  # devices where NaN stays in its segment
     mods: Mods | None = None  # instead of visible()
     compute: Callable[..., Tensor] = field(init=False, repr=False, compare=False)
 
@@ -211,8 +205,7 @@ class Backend:
             raise ValueError(f"caps must be a tuple of Caps, got {rows!r}")
         made = getattr(self.attend, "of_backend", None)  # functools.wraps copies it to wrappers
         compute = made[1] if made and made[0] is self.attend else in_own_dtype(self.attend)
-        object.__setattr__(self, "compute", compute)
-        object.__setattr__(self, "attend", checked(self.name, compute, rows))
+        vars(self).update(compute=compute, attend=checked(self.name, compute, rows))
 
     @property
     def packages(self) -> list[str]:
@@ -220,13 +213,12 @@ class Backend:
 
     def why_not(self, spec: Spec, machine: Machine) -> list[Refusal]:
         """The reasons of the Caps row with the fewest."""
+        at, hard = machine.capability or (0, 0), {"capability": 1, "grad": 2}
         rows = [(c.why_not(spec, machine), c) for c in self.caps if machine.device in c.devices]
         if not rows:
             devices = dict.fromkeys(d for c in self.caps for d in c.devices)
             text = f"it runs on {' and '.join(devices)}, not on {machine.device}"
             return [Refusal(text, "device")]
-
-        at, hard = machine.capability or (0, 0), {"capability": 1, "grad": 2}
 
         def distance(row: tuple[list[Refusal], Caps]) -> tuple[int, int, int]:
             # In a tie: the nearest GPU, then what a user can change, the dtype.
@@ -243,9 +235,6 @@ class Backend:
 
 
 def in_own_dtype(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Run attend() in its inputs' dtype, under autocast too."""
-    import torch
-
     is_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled  # faster than a context
 
     @wraps(attend)
@@ -287,7 +276,7 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, spec: Spec, segments: Any = None
     """Raise ValueError if arguments contradict the Spec or one another."""
     shape, kv_shape, dtype, on = q.shape, k.shape, q.dtype, q.device
     H, Hkv, D = spec.n_head, spec.n_kv_head, spec.head_dim
-    buffers = cache is not None or spec.cache in ("static", "paged")
+    buffers = cache is not None or spec.cache in BUFFERS
     if not (
         len(shape) == len(kv_shape) == 4 and shape[2] == H and kv_shape[2] == Hkv
         and shape[3] == kv_shape[3] == D and kv_shape == v.shape
@@ -296,12 +285,10 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, spec: Spec, segments: Any = None
         and on == k.device and on == v.device
     ):
         raise ValueError(
-            f"q, k and v must be (batch, tokens, heads, head_dim) with {H}, {Hkv} and {Hkv} heads "
-            f"of {D} in {spec.dtype}, of one batch on one device, got "
-            f"{shape_of(q)}, {shape_of(k)}, {shape_of(v)}"
-        )
+            f"q, k and v must be (batch, tokens, heads, {D}) of {H}, {Hkv} and {Hkv} heads in "
+            f"{spec.dtype} on one device, got {shape_of(q)}, {shape_of(k)}, {shape_of(v)}")
     if buffers:
-        _check_cache(q, k, spec, segments, cache)
+        _check_cache(q, k, spec, cache)
     if segments is sinks is alibi_slopes is None and not (
             spec.segments or spec.sinks or spec.alibi):
         return
@@ -317,20 +304,15 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, spec: Spec, segments: Any = None
             must_be(name, t, size, on, dtypes)
     if alibi_slopes is not None and alibi_slopes.requires_grad:
         raise ValueError("alibi_slopes must not require a gradient: they get none")
-    if segments is not None:
-        from .masks import in_pieces
-
-        if in_pieces(segments):
-            raise ValueError("segments must be runs of equal ids, got an id that comes again")
+    if segments is not None and in_pieces(segments):
+        raise ValueError("segments must be runs of equal ids, got an id that comes again")
 
 
-def _check_cache(q: Tensor, k: Tensor, spec: Spec, segments: object, cache: Any) -> None:
+def _check_cache(q: Tensor, k: Tensor, spec: Spec, cache: Any) -> None:
     B, kind = q.shape[0], "none" if cache is None else getattr(cache, "kind", "")
-    if kind != (spec.cache if spec.cache in ("static", "paged") else "none"):
+    if kind != (spec.cache if spec.cache in BUFFERS else "none"):
         got = type(cache).__name__
         raise ValueError(f"cache must be a view of the Spec's '{spec.cache}' cache, got {got}")
-    if segments is not None:
-        raise ValueError(f"segments must be None with a view of a cache, got {shape_of(segments)}")
     if kind == "paged":
         must_be("cache.page_table", cache.page_table, (B, -1), q.device, INTEGERS)
     size = (-1, spec.page_size) if kind == "paged" else (B, cache.length)
@@ -340,9 +322,7 @@ def _check_cache(q: Tensor, k: Tensor, spec: Spec, segments: object, cache: Any)
 
 
 def must_be(name: str, t: Any, shape: tuple[int, ...], on: object, dtypes: tuple[str, ...]) -> None:
-    import torch
-
-    if isinstance(t, torch.Tensor) and t.device == on and str(t.dtype)[6:] in dtypes and (
+    if isinstance(t, Tensor) and t.device == on and str(t.dtype)[6:] in dtypes and (
             t.shape == shape or (t.dim() == len(shape) and all(
                 n == -1 or n == m for n, m in zip(shape, t.shape)))):  # `in` fails in a trace
         return
@@ -350,9 +330,7 @@ def must_be(name: str, t: Any, shape: tuple[int, ...], on: object, dtypes: tuple
 
 
 def shape_of(t: Any) -> str:
-    """Describe a tensor as "(2, 3) float32 on cpu", an array by its type, else by repr()."""
-    import torch
-
-    if not isinstance(t, torch.Tensor):
+    """A tensor as "(2, 3) float32 on cpu", an array by its type, else repr()."""
+    if not isinstance(t, Tensor):
         return type(t).__name__ if hasattr(t, "shape") else repr(t)
     return f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')} on {t.device}"

@@ -4,7 +4,7 @@
     flash_attn_3  import flash_attn_interface  Hopper, 8.0 (hub) Shah et al. 2024, arXiv 2407.08608
     flash_attn_4  import flash_attn.cute       8.0 to 12.1
 
-Layout  (B, T, H, D); with segments all sequences are concatenated, (total, H, D).
+Layout  (B, T, H, D); with segments (total, H, D).
 Masks   aligned bottom-right. W keys and n later ones: window_size=(W - 1, n)."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from .caps import Backend, Caps
 from .function import dense_gradient, not_compiled
 from .masks import PagedView, StaticView, for_any_shape, runs
-from .spec import CACHES, Spec
+from .spec import BUFFERS, CACHES, Spec
 
 HALF = ("float16", "bfloat16")
 
@@ -91,12 +91,13 @@ def _varlen(flash: ModuleType, q: Tensor, k: Tensor, v: Tensor, segments: Tensor
 def _from_cache(flash: ModuleType, q: Tensor, k: Tensor, v: Tensor, cache: PagedView | StaticView,
                 package: Package, options: dict[str, object]) -> Tensor:
     Tq = q.shape[1]
-    seen, i = cache.start + Tq, torch.arange(Tq, device=q.device)
+    there, i = cache.count.clamp(max=1), torch.arange(Tq, device=q.device)
+    seen = (cache.start + Tq) * there  # a row without new tokens may have lost its pages
     row, back = torch.arange(q.shape[0], device=q.device)[:, None], None
     if Tq > 1 and not options["causal"]:  # padding first: else queries see past the end
         shift = (Tq - cache.count)[:, None]
         q, back = q[row, (i - shift) % Tq], (i + shift) % Tq
-        seen = cache.start + cache.count
+        seen = (cache.start + cache.count) * there
     if isinstance(cache, PagedView):
         table = F.pad(cache.page_table, (0, (Tq - 1) // k.shape[1] + 1))  # padding sees a null page
         options["page_table" if package.kvcache is None else package.kvcache] = table
@@ -133,21 +134,22 @@ def load(package: Package) -> ModuleType:
 
 # csrc/flash_attn/flash_api.cpp of 2.6.2 to 2.8.3; before, softcap's gradients are wrong.
 _FA2 = Caps(("cuda",), HALF, (8, 0), right=True, head_dim_max=256, dropout=False, scale=True,
-            softcap=True, alibi=True, caches=CACHES, page_multiple=256,
-            packages=("flash_attn>=2.6.2",))
+            softcap=True, alibi=True, page_multiple=256, packages=("flash_attn>=2.6.2",))
 _FA2_DROPOUT = replace(_FA2, dropout=True, softcap=False)
 # 8.6, 8.9, 12.0: dropout past head_dim 192 silently has no backward (flash_bwd_launch_template.h).
 FA2_CAPS = (
     _FA2,
+    replace(_FA2, grad=False, caches=BUFFERS),
     replace(_FA2_DROPOUT, head_dim_max=192),
     replace(_FA2_DROPOUT, max_capability=(8, 0)),
     replace(_FA2_DROPOUT, min_capability=(9, 0), max_capability=(10, 3)))
 
 # from hopper/flash_api.cpp at 0251105a
 _FA3 = Caps(("cuda",), HALF, (9, 0), (9, 0), right=True, head_dim_max=256, head_dim_multiple=8,
-            dropout=False, scale=True, softcap=True, deterministic=False, caches=CACHES,
+            dropout=False, scale=True, softcap=True, deterministic=False,
             packages=("flash_attn_interface",))
-FA3_CAPS = (_FA3, replace(_FA3, head_dim_max=192, deterministic=True))
+FA3_CAPS = (_FA3, replace(_FA3, head_dim_max=192, deterministic=True),
+            replace(_FA3, grad=False, caches=BUFFERS))
 FA3_HUB_CAPS = (  # also for 8.0 (flash-attn3/build.toml of kernels-community)
     *FA3_CAPS, *(replace(c, min_capability=(8, 0), max_capability=(8, 0)) for c in FA3_CAPS))
 
@@ -158,7 +160,7 @@ _FA4 = Caps(("cuda",), HALF, (9, 0), (11, 0), right=True, head_dim_max=128, head
 _FA4_WIDE = replace(_FA4, head_dim_max=256, caches=("none", "dynamic"))
 # Wrong gradients if head_dim is not a multiple of 32 (flash-attention pull requests 2896,
 # 2698), and at 256 on Blackwell (TransformerEngine issue 3216); softcap hangs (issue 2466).
-_FA4_GRAD = replace(_FA4, grad=True, head_dim_multiple=32, softcap=False)
+_FA4_GRAD = replace(_FA4_WIDE, head_dim_max=128, grad=True, head_dim_multiple=32, softcap=False)
 _FA4_MMA = replace(_FA4, max_capability=(8, 9), min_capability=(8, 0), softcap=False, sinks=False,
                    caches=("none", "dynamic"))
 _FA4_12 = replace(_FA4_MMA, min_capability=(12, 0), max_capability=(12, 1))

@@ -1,8 +1,8 @@
 """flex: PyTorch's flex_attention, whose mask is a Python function.
 
-torch.compile traces visible() into a template of FlashAttention (tiled.py). A BlockMask lists the
-tiles of 128 x 128 scores that need a mask ("partial") and those that need none ("full"). A softcap
-and ALiBi are a score_mod. Sinks: out * sigmoid(L - sink).
+torch.compile traces visible() into a template of FlashAttention (tiled.py). A BlockMask lists tiles
+of 128 x 128 scores, "partial" (masked) and "full". Softcap and ALiBi are a score_mod. Sinks: out *
+sigmoid(L - sink).
 
 Memory  O(T): q, k, v, out and L; the lists are (T / 128)^2 integers.
 Source  Dong et al. 2024 (arXiv 2412.05496). flex_flash: the same on FlashAttention-4."""
@@ -49,7 +49,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
         scale = scale or D**-0.5
         q, k, v = (F.pad(t, (0, 4)) for t in (q, k, v))
     slopes = None if alibi_slopes is None else alibi_slopes.contiguous().view(-1, H)
-    sides = Tq, Tk, spec.window, spec.right, flash_rows(on) if flash else None
+    rows = None
+    if flash:  # FlashAttention-4 takes two tiles at once on Blackwell
+        rows = 2 * TILE if torch.cuda.get_device_properties(on).major >= 10 else TILE
+    sides = Tq, Tk, spec.window, spec.right, rows
     # Strings: a symbol's C++ does not compile (2.13).
     scale_text, softcap = (None if n is None else str(n) for n in (scale, spec.softcap))
     if torch.compiler.is_compiling():
@@ -69,7 +72,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
 def flex(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask: BlockMask, scale: str | None,
          softcap: str | None, sinks: Tensor | None, flash: bool, slopes: Tensor | None,
          shift: Tensor, own_score: Mod | None) -> Tensor:
-    """Call flex_attention, and take off the weight of sinks (H,). slopes: (1 or B, H)."""
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
     options: dict[str, Any] = {"block_mask": mask, "scale": scale and float(scale)}
@@ -101,7 +103,7 @@ class Graph(NamedTuple):
 
     spec: Spec  # window and `right` are tensors
     sizes: tuple[int, ...]  # in training; else the special ones
-    segments: tuple[int, int] | None  # padded
+    segments: tuple[int, int] | bool  # padded
     slopes: int  # rows
     flash: bool
     own_mask: OwnMask | None
@@ -110,13 +112,11 @@ class Graph(NamedTuple):
 def graph_of(q: Tensor, Tk: int, spec: Spec, segments: Tensor | None, slopes: Tensor | None,
              flash: bool, own_mask: OwnMask | None) -> Graph:
     B, Tq = q.shape[:2]
-    sizes: tuple[int, ...] = B == 1, Tq == 1, q.is_cuda and Tq <= FEW, Tq <= TILE, Tk <= TILE
-    if spec.grad or flash:
-        sizes = B, Tq, Tk
+    sizes = (B, Tq, Tk) if spec.grad or flash else (
+        B == 1, Tq == 1, q.is_cuda and Tq <= FEW, Tq <= TILE, Tk <= TILE)
     if slopes is not None:
         torch._dynamo.mark_static(slopes)
-    padded = None if segments is None else room(segments)
-    rows = 0 if slopes is None else len(slopes)
+    padded, rows = segments is not None and room(segments), slopes is not None and len(slopes)
     return Graph(replace(spec, window=None, right=0), sizes, padded, rows, flash, own_mask)
 
 
@@ -124,11 +124,6 @@ def graph_of(q: Tensor, Tk: int, spec: Spec, segments: Tensor | None, slopes: Te
 def compiled(graph: Graph) -> Callable[..., Tensor]:
     own = own_code(flex, f"flex_{hash(graph) & 0xFFFFFFFF:x}")
     return torch.compile(own, fullgraph=True, dynamic=not (graph.spec.grad or graph.flash))
-
-
-def flash_rows(device: torch.device) -> int:
-    """FlashAttention-4 takes two tiles at once on Blackwell."""
-    return 2 * TILE if torch.cuda.get_device_properties(device).major >= 10 else TILE
 
 
 def block_mask(segments: Tensor | None, device: torch.device, Tq: int, Tk: int, window: int | None,
@@ -201,17 +196,12 @@ def room(segments: Tensor) -> tuple[int, int]:
 _CUDA = Caps(("cuda",), THREE, (8, 0), right=True, dropout=False, scale=True, softcap=True,
              alibi=True)
 BACKEND = Backend(
-    name="flex",
-    title="PyTorch flex_attention, compiled",
-    attend=attend,
-    caps=(
-        replace(_CUDA, sinks=True),
-        replace(_CUDA, dtypes=THREE[::2], min_capability=(7, 0), sinks=True),
-        replace(_CUDA, devices=("cpu",), min_capability=None, grad=False),
-        replace(_CUDA, devices=("mps",), min_capability=None, min_torch="2.13", grad=False),
-    ),
-    fallback="sdpa",
-    aliases=("flex_attention",))
+    "flex", "PyTorch flex_attention, compiled", attend,
+    (replace(_CUDA, sinks=True),
+     replace(_CUDA, dtypes=THREE[::2], min_capability=(7, 0), sinks=True),
+     replace(_CUDA, devices=("cpu",), min_capability=None, grad=False),
+     replace(_CUDA, devices=("mps",), min_capability=None, min_torch="2.13", grad=False)),
+    "sdpa", aliases=("flex_attention",))
 
 # flash_attn/cute/interface.py of 4.0.0b13.
 _FLASH = Caps(("cuda",), THREE[:2], (9, 0), (11, 0), head_dim_max=128,
@@ -219,9 +209,7 @@ _FLASH = Caps(("cuda",), THREE[:2], (9, 0), (11, 0), head_dim_max=128,
               packages=("flash_attn.cute>=4.0",))
 _FLASH_GRAD = replace(_FLASH, head_dim_multiple=32, softcap=False, grad=True, deterministic=False)
 FLASH = Backend(
-    name="flex_flash",
-    title="PyTorch flex_attention, compiled into FlashAttention-4",
-    attend=partial(attend, flash=True),
-    caps=(_FLASH, _FLASH_GRAD, replace(_FLASH_GRAD, max_capability=(9, 0), softcap=True)),
-    fallback="flex",
+    "flex_flash", "PyTorch flex_attention, compiled into FlashAttention-4",
+    partial(attend, flash=True),
+    (_FLASH, _FLASH_GRAD, replace(_FLASH_GRAD, max_capability=(9, 0), softcap=True)), "flex",
     install="pip install --pre flash-attn-4")

@@ -19,11 +19,10 @@ from .spec import Spec
 
 
 @partial(for_any_shape, lse=True)
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, kernel: Partial,
-    segments: Tensor | Pair = None, sinks: Tensor | None = None, seed: Tensor | None = None,
-    offset: int | None = None, alibi_slopes: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def attention(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, kernel: Partial,
+              segments: Tensor | Pair = None, sinks: Tensor | None = None,
+              seed: Tensor | None = None, offset: int | None = None,
+              alibi_slopes: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return out in q's dtype and L (B, H, Tq), without gradient; segments (B, Tk) or of both."""
     if isinstance(segments, Tensor):
         segments = segments[:, k.shape[1] - q.shape[1] :], segments
@@ -54,13 +53,10 @@ def _run(f: Callable[..., Any], spec: Spec, offset: int, tensors: tuple[Tensor, 
 
 
 class Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        kernel: Partial, spec: Spec, offset: int, q: Tensor, k: Tensor, v: Tensor,
-        sinks: Tensor | None, seed: Tensor | None, alibi: Tensor | None, seg_q: Tensor | None,
-        seg_k: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        # torch.compile counts *args as one parameter less.
+    @staticmethod  # torch.compile counts *args as one parameter less
+    def forward(kernel: Partial, spec: Spec, offset: int, q: Tensor, k: Tensor, v: Tensor,
+                sinks: Tensor | None, seed: Tensor | None, alibi: Tensor | None,
+                seg_q: Tensor | None, seg_k: Tensor | None) -> tuple[Tensor, Tensor]:
         options = sinks, seed, alibi, seg_q, seg_k
         out, L = _run(kernel.forward, spec, offset, (q, k, v), *options)
         out = out.to(q.dtype)

@@ -1,8 +1,7 @@
-"""hub:org/repo@commit: FlashAttention's functions from a repository of Hugging Face's hub, by the
-package `kernels`: other people's code, only under Policy.hub_kernels.
+"""hub:org/repo@commit: FlashAttention's functions of a repository of the hub (package `kernels`).
 
 An option is declared if flash_attn_func, and flash_attn_varlen_func for segments, have its
-parameter; the probe finds the rest. It cannot prove the rate of dropout, which is refused."""
+parameter; the probe finds the rest, but not the rate of dropout, which is refused."""
 
 from __future__ import annotations
 
@@ -31,7 +30,6 @@ def not_loaded(*args: object, **options: object) -> NoReturn:
 
 @cache
 def unloaded(name: str) -> Backend:
-    """The backend before its code is loaded, with all possible Caps."""
     if not (found := NAME.fullmatch(name)):
         raise ValueError(f"expected hub:org/repo@ and the 40 hex digits of a commit, got {name!r}")
     title = f"{found[1]} of the hub at {found[2][:8]}"
@@ -42,22 +40,22 @@ def unloaded(name: str) -> Backend:
 @cache
 def loaded(name: str) -> Backend:
     repository, _, commit = name.removeprefix(PREFIX).partition("@")
-    module = load(Package(name, None, hub=(repository, commit)))
-    parameters = [inspect.signature(module.flash_attn_func).parameters]
-    if has_varlen := hasattr(module, "flash_attn_varlen_func"):
-        parameters.append(inspect.signature(module.flash_attn_varlen_func).parameters)
+    package = Package(name, None, hub=(repository, commit))
+    module = load(package)
+    varlen = getattr(module, "flash_attn_varlen_func", None)
+    functions = [module.flash_attn_func, *([varlen] if varlen else [])]
+    parameters = [inspect.signature(f).parameters for f in functions]
     accepts = frozenset.intersection(*map(frozenset, parameters))
     sinks = next((s for s in SINKS if s in accepts), "")
     unbounded = None  # for an unlimited side
     if "window_size" in accepts:
         default = parameters[0]["window_size"].default
         unbounded = default[0] if isinstance(default, (tuple, list)) else -1
-    package = Package(name, unbounded, hub=(repository, commit), accepts=accepts, sinks=sinks)
     caps = replace(
-        CAPS, window="window_size" in accepts, segments=has_varlen, sinks=bool(sinks),
+        CAPS, window="window_size" in accepts, segments=varlen is not None, sinks=bool(sinks),
         scale="softmax_scale" in accepts, softcap="softcap" in accepts,
-        deterministic="deterministic" in accepts,
-    )
+        deterministic="deterministic" in accepts)
+    package = replace(package, unbounded=unbounded, accepts=accepts, sinks=sinks)
     called = not_compiled(partial(attend, package=package))
     return replace(unloaded(name), attend=called, caps=(caps,))
 

@@ -1,4 +1,4 @@
-"""manual: softmax(Q K^T / sqrt(D)) V, written out. The one to read first, and the baseline.
+"""manual: softmax(Q K^T / sqrt(D)) V, written out. Read it first.
 
     S = Q K^T / sqrt(D)      (Tq, Tk)  how well each query matches each key
     P = softmax(S)           (Tq, Tk)  each row sums to 1 over the keys that it may see
@@ -57,11 +57,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
     return out.flatten(1, 2).transpose(1, 2).to(dtype)  # (B, Tq, H, D)
 
 
-BACKEND = Backend(
-    name="manual",
-    title="softmax(QK^T)V written out, O(S^2) memory",
-    attend=attend,
-    caps=(Caps(right=True, caches=("none", "dynamic", "static"), scale=True, softcap=True,
-               sinks=True, alibi=True),),
-    fallback=None,
-    aliases=("eager",))
+BACKEND = Backend("manual", "softmax(QK^T)V written out, O(S^2) memory", attend,
+                  (Caps(right=True, scale=True, softcap=True, sinks=True, alibi=True,
+                        caches=("none", "dynamic", "static")),),
+                  fallback=None, aliases=("eager",))

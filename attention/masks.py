@@ -1,4 +1,4 @@
-"""visible() as tensors, calls of any shape, segments by value, and views of caches."""
+"""visible() as tensors, calls of any shape, segments by value, views of caches."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ Parts = tuple[Tensor, ...]  # out, and any log-sum-exp
 
 
 def for_any_shape(attend: Callable[..., R], lse: bool = False) -> Callable[..., R]:
-    """Extend an attend() for 0 < Tq <= Tk to any lengths and strides; `lse`: it also returns L."""
+    """Extend an attend() for 0 < Tq <= Tk to any shape; `lse`: it also returns L."""
 
     @wraps(attend)
     def wrapped(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **options: Any) -> Any:
@@ -73,8 +73,7 @@ def for_any_shape(attend: Callable[..., R], lse: bool = False) -> Callable[..., 
         if Tq > Tk and (options.get("segments") is not None
                         or not sees_all(Tq, Tk, spec.window, Tk - Tq, spec.right)):
             call = wrapped if lse else lambda *args, **options: (wrapped(*args, **options),)
-            found = queries_before_keys(call, q, k, v, spec, options)
-            return found if lse else found[0]
+            return queries_before_keys(call, q, k, v, spec, options)[slice(None) if lse else 0]
         if q.is_cuda or not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
             q, k, v = loadable(q), loadable(k), loadable(v)
         return attend(q, k, v, spec, **options)
@@ -84,7 +83,7 @@ def for_any_shape(attend: Callable[..., R], lse: bool = False) -> Callable[..., 
 
 def queries_before_keys(attend: Callable[..., Parts], q: Tensor, k: Tensor, v: Tensor, spec: Spec,
                         options: dict[str, Any]) -> Parts:
-    """Two calls: the Tq - Tk queries before every key see `right` keys, none with segments."""
+    """The Tq - Tk queries before every key see `right` keys, none with segments; then the rest."""
     n, Tk = q.shape[1] - k.shape[1], k.shape[1]
     n_seen = Tk if spec.right is None else min(spec.right, Tk)
     if options.get("segments") is not None:
@@ -100,8 +99,8 @@ def queries_before_keys(attend: Callable[..., Parts], q: Tensor, k: Tensor, v: T
 
 def early_by_alibi(attend: Callable[..., Parts], q: Tensor, k: Tensor, v: Tensor, spec: Spec,
                    options: dict[str, Any]) -> Parts:
-    """Early queries with ALiBi. The last see all keys. The others' scores, -m * (j - p), are those
-    of causal attention with slopes -m, but for m * right: added to the sinks, taken from L."""
+    """The last early queries see all keys. The others' scores, -m * (j - p), are those of causal
+    attention with slopes -m, but for m * right: added to the sinks, taken from L."""
     slopes, sinks = options["alibi_slopes"], options.get("sinks")
     if sinks is not None and slopes.dim() == 2:  # other sinks in each row
         rows = (early_by_alibi(attend, q[b : b + 1], k[b : b + 1], v[b : b + 1], spec,
@@ -136,7 +135,7 @@ def nothing(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, lse: bool) ->
 
 
 def loadable(t: Tensor) -> Tensor:
-    """Copy unless rows are contiguous and aligned: fused CUDA kernels load 16 bytes, unchecked."""
+    """Copy unless rows are contiguous and aligned: CUDA kernels load 16 bytes, unchecked."""
     if t.stride(-1) != 1:  # contiguous() keeps the stride of a single number
         return t.clone(memory_format=torch.contiguous_format)
     n = 16 // t.element_size()
@@ -163,8 +162,8 @@ def symbolic(t: Tensor) -> bool:
 
 
 def kept(make: Callable[..., R]) -> Callable[..., R]:
-    """Cache make(t, *args), which must not refer to t, until args or t's values change (off the CPU
-    its version: not a write through .data)."""
+    """Cache make(t, *args), which must not refer to t, until args or t's values (off the CPU its
+    version) change."""
     known = WeakTensorKeyDictionary()
 
     @wraps(make)
@@ -172,15 +171,13 @@ def kept(make: Callable[..., R]) -> Callable[..., R]:
         on_host = t.device.type == "cpu"  # NumPy writes without a new version
         if symbolic(t) or (not on_host and t.is_inference()):  # which has no version
             return make(t, *args)
-        found = known.get(t)
-        same = found is not None and found[0] == args
-        if same:
-            same = torch.equal(found[1], t) if on_host else found[1] == t._version
-        if not same:
+        found = known.get(t)  # another thread may replace it
+        if found is None or found[0] != args or not (
+                torch.equal(found[1], t) if on_host else found[1] == t._version):
             with torch.inference_mode(False):  # else unusable in training
                 state = t.detach().clone() if on_host else t._version
                 found = known[t] = args, state, make(t, *args)
-        return found[2]  # another thread may replace it in `known`
+        return found[2]
 
     return call
 
@@ -193,14 +190,12 @@ def begins(segments: Tensor) -> Tensor:
 @kept
 def in_pieces(segments: Tensor) -> bool:
     """True if an id (B, Tk) comes again after others; checked on the CPU only."""
-    if segments.device.type != "cpu" or symbolic(segments):
-        return False
-    return bool(begins(segments).sum() != begins(segments.sort(dim=1).values).sum())
+    return not symbolic(segments) and segments.device.type == "cpu" and bool(
+        begins(segments).sum() != begins(segments.sort(dim=1).values).sum())
 
 
 @kept
 def borders(segments: Tensor) -> list[list[int]]:
-    """Starts of segments in each row of (B, T). The host waits for the device."""
     return [row.nonzero().flatten().tolist() for row in begins(segments).cpu()]
 
 
@@ -219,8 +214,8 @@ class Runs(NamedTuple):
 
     def pack(self, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
         """q, k and v as (tokens, heads, head_dim)."""
-        packed = [t.flatten(0, 1) for t in (q, k, v)]
-        return packed if self.keys is None else [packed[0], *(t[self.keys] for t in packed[1:])]
+        q, *kv = (t.flatten(0, 1) for t in (q, k, v))
+        return [q, *(t if self.keys is None else t[self.keys] for t in kv)]
 
 
 @kept
@@ -248,7 +243,7 @@ def runs(segments: Tensor, Tq: int) -> Runs:
 @dataclass(frozen=True)
 class StaticView:
     """A static cache: k and v are buffers (B, length, Hkv, D). Token i of row b in this call is at
-    ``start[b] + i``; from ``count[b]`` on tokens are padding, with finite, meaningless outputs."""
+    ``start[b] + i``; from ``count[b]`` on tokens are padding, with meaningless outputs."""
 
     start: Tensor  # (B,) int32, tokens before this call
     count: Tensor  # (B,) int32, in this call, 0 .. Tq
@@ -274,7 +269,8 @@ class StaticView:
 @dataclass(frozen=True)
 class PagedView:
     """A paged cache: k and v are pages (n_pages, page_size, Hkv, D); the j-th token of row b is
-    ``k[page_table[b, j // page_size], j % page_size]``. Else as StaticView."""
+    ``k[page_table[b, j // page_size], j % page_size]``. Padding is finite; a row without new tokens
+    needs no pages. Else as StaticView."""
 
     page_table: Tensor  # (B, max_pages) int32; 0 is the null page
     start: Tensor  # (B,) int32
@@ -300,9 +296,10 @@ def filled_cache(k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor, Make
     size, n = spec.page_size, -(-T // spec.page_size)  # n pages of a row
     order = torch.randperm(B * n, generator=torch.Generator().manual_seed(0)) + 1
     table = order.view(B, n).to(k.device)
-    pages = [x.new_zeros(1 + B * n, size, *x.shape[2:]) for x in (k, v)]
-    for buffer, x in zip(pages, (k, v)):
-        buffer[table] = F.pad(x, (0, 0, 0, 0, 0, n * size - T)).unflatten(1, (n, size))
+    pages = []
+    for x in (k, v):
+        pages.append(x.new_zeros(1 + B * n, size, *x.shape[2:]))
+        pages[-1][table] = F.pad(x, (0, 0, 0, 0, 0, n * size - T)).unflatten(1, (n, size))
     return pages[0], pages[1], view
 
 
@@ -323,9 +320,8 @@ class Mods:
         """Scores (B, Hkv, H / Hkv * len(i), Tk) after score_mod."""
         if self.score_mod is None:
             return scores
-        B, Tk = len(scores), scores.shape[-1]
-        by_head = scores.reshape(B, H, len(i), Tk)
-        moved = self.score_mod(by_head, *indices(B, H, i, Tk))
+        by_head = scores.reshape(len(scores), H, len(i), -1)
+        moved = self.score_mod(by_head, *indices(len(scores), H, i, scores.shape[-1]))
         return moved.expand_as(by_head).reshape(scores.shape)
 
     def mean_keys(self, T: int, H: int, device: str | torch.device = "cpu") -> float:

@@ -1,8 +1,7 @@
-"""flex:FILE.py: flex with a mask from a file that defines functions of PyTorch's flex_attention
-(docs/KERNEL.md):
+"""flex:FILE.py: flex with functions of a file (docs/KERNEL.md):
 
     def mask_mod(b, h, q_idx, kv_idx):           instead of visible(); q_idx is among the keys
-    def score_mod(score, b, h, q_idx, kv_idx):   optional: changes the scaled score, before the mask
+    def score_mod(score, b, h, q_idx, kv_idx):   optional: changes the scaled score
 
 Tiles are listed once a shape: O(B * H * Tq * Tk) work, O(B * H * 128 * Tk) memory."""
 

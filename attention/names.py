@@ -1,5 +1,5 @@
 """Backends by name: BACKENDS, registered ones, and other people's code (docs/KERNEL.md), which runs
-once a process if the user names it, never for a name in a checkpoint or record."""
+only if the user names it."""
 
 from __future__ import annotations
 
@@ -52,8 +52,7 @@ def entry_points() -> dict[str, str]:
 
 
 def get(name: str) -> Backend:
-    """Return or load a backend. Raises ValueError: unknown name; BackendUnavailable: invalid
-    code."""
+    """Return or load a backend. Raises ValueError: unknown; BackendUnavailable: invalid code."""
     if name in _BY_ANY_NAME:
         return _BY_ANY_NAME[name]
     if name.startswith(hub.PREFIX):
@@ -69,13 +68,12 @@ def get(name: str) -> Backend:
 
 
 def timed(spec: Spec, machine: Machine) -> list[str]:
-    """Candidates for "fastest"; training also times triton with other tiles."""
     others = (b for b in TILED if spec.grad and not b.why_not(spec, machine))
     return [*BACKENDS, *(b.name for b in others)]
 
 
 def check_name(name: str) -> None:
-    """Raise ValueError: unknown name. Runs nothing."""
+    """Raise ValueError: unknown. Runs nothing."""
     if not isinstance(name, str):
         raise ValueError(f"a backend has a name or a path, got {name!r}")
     if name.startswith(hub.PREFIX) or not (name in RULES or is_code(name)):
@@ -83,10 +81,10 @@ def check_name(name: str) -> None:
 
 
 def register(backend: Backend) -> Backend:
-    """Add a backend, also for "fastest" and the tables. Raises ValueError: a bad or taken name."""
+    """Add a backend. Raises ValueError: a bad or taken name."""
     names = backend.name, *backend.aliases
     if backend.mods or any(is_path(name) or ":" in name for name in names):
-        raise ValueError(f"{names} look like a path or a module, or have a mask of their own")
+        raise ValueError(f"{names} must not be a path or a module, nor have their own mask")
     valid(backend, _BUILT_IN)
     _BY_ANY_NAME.update(dict.fromkeys(names, backend))
     BACKENDS[backend.name] = backend

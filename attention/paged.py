@@ -1,9 +1,9 @@
-"""paged: attention over pages, also a static cache, which is one page a row. Inference only.
+"""paged: attention over pages, or a static cache, one page a row. Inference only.
 
     j-th key of row b = k_pages[page_table[b, j // page_size], j % page_size]
 
-One query a row on CUDA: triton/paged_kernels.py. Else gather() copies the tokens, for PyTorch's
-SDPA, or with softcap, sinks or ALiBi the formula of manual.py.
+One query a row on CUDA: triton/paged_kernels.py. Else gather() copies the tokens for SDPA, or with
+softcap, sinks or ALiBi for manual.py's formula.
 
 Source  Kwon et al. 2023 (arXiv 2309.06180)."""
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
+from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
@@ -64,7 +65,8 @@ def gather(q: Tensor, k_pages: Tensor, v_pages: Tensor, spec: Spec, cache: Paged
     last = (end - 1).clamp(min=0)
     at = torch.minimum(j, last)  # 0 * NaN, of a foreign slot, is NaN
     slot = cache.page_table.gather(1, (at // size).long()) * size + at % size
-    k, v = (_take(pages, slot) for pages in (k_pages, v_pages))
+    k, v = (pages.flatten(2).flatten(0, 1).index_select(0, slot.flatten())
+            .view(*slot.shape, *pages.shape[2:]) for pages in (k_pages, v_pages))
     at = torch.minimum(cache.start[:, None] + i, last)  # padding sees as the last query
     seen = visible(at[:, :, None], j[:, None], 0, spec.window, right=spec.right)  # (B, Tq, Tk)
     if spec.right != 0:
@@ -79,12 +81,8 @@ def gather(q: Tensor, k_pages: Tensor, v_pages: Tensor, spec: Spec, cache: Paged
     run = _sdpa if bare and q.device.type != "mps" else _formula
     out = run(q_BGRTD, k.transpose(1, 2), v.transpose(1, 2), seen, spec, sinks, bias)
     out = out.flatten(1, 2).transpose(1, 2)
-    return out.masked_fill((end == 0)[:, :, None, None], 0.0)
-
-
-def _take(pages: Tensor, slot: Tensor) -> Tensor:
-    taken = pages.flatten(2).flatten(0, 1).index_select(0, slot.flatten())
-    return taken.view(*slot.shape, *pages.shape[2:])
+    # A row without new tokens may have lost its pages.
+    return out.masked_fill((cache.count == 0)[:, None, None, None], 0.0)
 
 
 def _formula(q_BGRTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, seen: Tensor, spec: Spec,
@@ -122,9 +120,7 @@ def _has_kernel(dtype: torch.dtype, head_dim: int) -> bool:
 
 @outside_a_trace  # torch 2.13 cannot pass a Spec's integers
 def _triton_capability() -> tuple[int, int]:
-    from importlib.util import find_spec
-
-    return (0, 0) if find_spec("triton") is None else torch.cuda.get_device_capability(None)
+    return torch.cuda.get_device_capability(None) if find_spec("triton") else (0, 0)
 
 
 _PAGED = Caps(right=True, dropout=False, segments=False, scale=True, softcap=True, sinks=True,
@@ -132,10 +128,6 @@ _PAGED = Caps(right=True, dropout=False, segments=False, scale=True, softcap=Tru
 # On CUDA decode only: gather() copies the whole cache.
 _STATIC = replace(_PAGED, devices=("cuda",), dtypes=("float16", "bfloat16", "float32"),
                   min_capability=(8, 0), head_dim_max=256, caches=("static",), packages=("triton",))
-BACKEND = Backend(
-    name="paged",
-    title="attention over a page table",
-    attend=attend,
-    caps=(_PAGED, _STATIC, replace(_PAGED, devices=("cpu",), caches=("static",))),
-    fallback="sdpa",
-    aliases=("paged_attention",))
+BACKEND = Backend("paged", "attention over a page table", attend,
+                  (_PAGED, _STATIC, replace(_PAGED, devices=("cpu",), caches=("static",))), "sdpa",
+                  aliases=("paged_attention",))

@@ -1,5 +1,4 @@
-"""Plans: the kernel for each kind of calls (Spec.kind), device, and deterministic algorithms or not
-(docs/DESIGN.md, docs/ATTENTION.md).
+"""Plans: the kernel of each kind of calls (docs/DESIGN.md, docs/ATTENTION.md).
 
 Eager, a new kind is proved; in a trace resolve() or the stored `fastest` decides."""
 
@@ -36,7 +35,6 @@ MARGIN = 0.02  # over auto's choice
 
 
 class Phase(NamedTuple):
-    """One kind of forward pass, as in Spec and Machine."""
 
     device: str
     dtype: str
@@ -110,7 +108,7 @@ class Plans:
 
     def _prove(self, key: Key, spec: Spec, device: str, shape: Shape, label: str,
                ranks: Ranks | None) -> Resolution:
-        if chosen := self._proved(key, shape, ranks):
+        if chosen := self._proved(key, shape, ranks):  # by another thread
             return chosen
         self.known.pop(key, None)  # stops traced code if this raises
         if self.name == "fastest":
@@ -182,8 +180,7 @@ class Plans:
 
 def fastest(spec: Spec, device: str | torch.device, shape: Shape, policy: Policy = Policy(),
             ranks: Ranks | None = None) -> Resolution:
-    """The fastest, remembered or measured by rank 0. Raises BackendUnavailable: "auto" finds
-    none."""
+    """The fastest, remembered or measured by rank 0. Raises BackendUnavailable."""
     name = "auto"
     if ranks is None or ranks.rank == 0:
         with suppress(BackendUnavailable):  # select() gives the reasons, on every rank
@@ -194,7 +191,6 @@ def fastest(spec: Spec, device: str | torch.device, shape: Shape, policy: Policy
 
 
 def memory() -> Path:
-    """The file of remembered names. Raises OSError: no home folder."""
     if own := os.environ.get("NANOATTN_CACHE"):
         return Path(own) / "fastest.json"
     try:
@@ -243,7 +239,7 @@ def find_fastest(spec: Spec, device: str | torch.device, shape: Shape, policy: P
     names = dict.fromkeys((rule, *timed(spec, machine)))
     rows = measure(names, [spec], machine, policy, torch.device(device), shape)
     ms = {row.name: row.ms[-1] for row in rows if row.ms}
-    name = min(ms, key=lambda name: ms[name], default=rule)
+    name = min(ms, key=ms.__getitem__, default=rule)
     if rule in ms and 1 - ms[name] / ms[rule] < MARGIN:
         name = rule
     B, Tq, Tk = shape

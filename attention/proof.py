@@ -16,10 +16,9 @@ from .function import whole
 from .machine.system import KERNEL_ERRORS, first_line, loses_device, profiled
 from .masks import filled_cache
 from .ring import Ring
-from .spec import Spec
+from .spec import BUFFERS, Spec
 from .truth import Deviation, Inputs, Result, errors, plain, truth, wrong
 
-BUFFERS = ("static", "paged")  # caches that a view reads
 SHORT = 64
 LONG = 256  # keys; longer calls are probed too
 ROWS = 32  # compared queries of a longer call
@@ -57,9 +56,9 @@ class Probe:
 
 
 def probe(backend: Backend, spec: Spec, device: str | torch.device, T: int = SHORT) -> Probe:
-    """Run `backend` at batch 2 and length T, with any gradients: on ordinary and large scores, then
-    with other numbers, since one plan serves a kind; a cache in chunks, then by tokens. A later
-    token must not move earlier outputs, unless the mask is its own."""
+    """Run `backend` at batch 2 and length T: on ordinary and large scores, then with other numbers,
+    since one plan serves a kind. A later token must not move earlier outputs, unless the mask is
+    its own."""
     device, cached = torch.device(device), spec.cache in BUFFERS
     window, right = (n and min(n, T // 2) for n in (spec.window, spec.right))  # hide something
     spec = replace(spec, window=window, right=right, grad=spec.grad and not cached)
@@ -95,9 +94,7 @@ def probe(backend: Backend, spec: Spec, device: str | torch.device, T: int = SHO
     others = {kernel.split()[0] for kernel in kernels} & {*PINNED} - {promised}  # "flash (CPU)"
     if others and promised in PINNED and not why:
         reasons = [f"it ran another kernel ({', '.join(sorted(others))})"]
-    largest = [d for d in ordinary if d.where.startswith(" at") and d.size]
-    out = next(d for d in largest if d.name == "out")
-    grads = (d for d in largest if d.name != "out")
+    out, *grads = (d for d in ordinary if d.where.startswith(" at") and d.size)
     grad = max(grads, key=lambda d: d.off / d.allowed, default=None)
     return Probe(tuple(reasons), kernels, {
         "error": out.off / out.size, "allowed": out.allowed / out.size,
@@ -123,7 +120,6 @@ def probe_long(backend: Backend, spec: Spec, device: str | torch.device,
 
 def trial(backend: Backend, spec: Spec, device: torch.device, shape: tuple[int, int, int],
           draw: torch.Generator, size: float = 1.0, rows: Tensor | None = None) -> list[Deviation]:
-    """Errors without dropout. `rows`: only these queries have a gradient; a cache is read once."""
     given, spec = draw_inputs(spec, device, shape, draw, size), replace(spec, dropout=0.0)
     Tq, ends = shape[1], [] if rows is None else [[shape[1]]]
     if rows is None and spec.cache in BUFFERS and spec.right != 0:
@@ -160,8 +156,8 @@ def draw_inputs(spec: Spec, device: torch.device, shape: tuple[int, int, int],
     if spec.sinks:
         sinks = torch.randn(H, generator=draw, dtype=torch.float32).add(3).to(device, dtype)
     if spec.alibi:  # 1/16 to 1
-        slopes_shape = (H,) if size == 1 else (B, H)
-        slopes = torch.exp2(-4 * torch.rand(slopes_shape, generator=draw)).to(device)
+        rows = (H,) if size == 1 else (B, H)
+        slopes = torch.exp2(-4 * torch.rand(rows, generator=draw)).to(device)
     return Inputs(q[:, q.shape[1] - Tq :], k[:, :Tk], v[:, :Tk], dout, segments, sinks, slopes)
 
 
@@ -182,15 +178,12 @@ def attempt(backend: Backend, device: torch.device) -> Iterator[None]:
     except KERNEL_ERRORS as e:
         if not loses_device(e):
             raise KernelFailed(f"{type(e).__name__}: {first_line(e)}") from e
-        other = backend.fallback or "manual"
         raise DeviceLost(
-            f"{backend.name} has crashed on the GPU ({first_line(e)}), which this process cannot "
-            f"use any more; start again with another kernel: --attention_backend={other}"
-        ) from e
+            f"{backend.name} has crashed on the GPU ({first_line(e)}): start again, with "
+            f"--attention_backend={backend.fallback or 'manual'}") from e
 
 
 def attend_of(backend: Backend, spec: Spec) -> Callable[..., Tensor]:
-    """An attend() for `spec`: for the log-sum-exp the partial, in parts where a ring can."""
     if not spec.lse:
         return backend.compute
 
@@ -208,10 +201,8 @@ def run(attend: Callable[..., Tensor], given: Inputs, spec: Spec,
     """Output, and gradients of `wrt` after `times` backward passes; `ends` as in run_cached()."""
     if spec.cache in BUFFERS:
         return run_cached(attend, given, spec, ends)
-    leaves = {
-        name: getattr(given, name).detach().requires_grad_()
-        for name in wrt if getattr(given, name) is not None
-    }
+    leaves = {name: getattr(given, name).detach().requires_grad_() for name in wrt
+              if getattr(given, name) is not None}
     given = given._replace(**leaves)
     with torch.set_grad_enabled(spec.grad):
         out = attend(given.q, given.k, given.v, spec, **given.options)
@@ -250,7 +241,6 @@ def must_be_like(out: object, q: Tensor) -> None:
 
 
 def leakage(attend: Callable[..., Tensor], given: Inputs, spec: Spec, ahead: int | None) -> float:
-    """Largest change of outputs more than `ahead` before a changed last token."""
     if ahead is None:
         return 0.0
     q, k, v = (torch.cat((t[:, :-1], 3 - t[:, -1:]), dim=1) for t in given[:3])
@@ -264,13 +254,12 @@ def leakage(attend: Callable[..., Tensor], given: Inputs, spec: Spec, ahead: int
 
 
 def kernels_of(events: Sequence[str]) -> tuple[str, ...]:
-    found = []
+    found = dict[str, None]()
     for event in events:
         library, _, operator = event.partition("::")
         if event in KERNELS:
-            found.append(KERNELS[event])
+            found[KERNELS[event]] = None
         elif operator.isidentifier() and library.isidentifier() and library not in PLAIN:
-            found.append(operator)
-    if not found and any(event.startswith("Torch-Compiled Region") for event in events):
-        return ("by torch.compile",)
-    return tuple(dict.fromkeys(found))
+            found[operator] = None
+    compiled = any(event.startswith("Torch-Compiled Region") for event in events)
+    return tuple(found) or ("by torch.compile",) * compiled

@@ -1,13 +1,13 @@
 """ring: attention over a sequence that N processes share (context parallelism). Course: page 10.
 
 The queries stay; blocks of keys and values move around a ring. O_i is a row's normalized output
-over the keys so far, L_i the logsumexp of its scores. A block j adds O_ij and L_ij:
+over the keys so far, L_i the logsumexp of its scores. Block j adds O_ij and L_ij:
 
     L_new = log(e^L_i + e^L_ij)
     O_i   = e^(L_i - L_new) O_i + e^(L_ij - L_new) O_ij
 
-Late queries see more keys, so process r holds chunks r and 2 N - 1 - r of 2 N (zigzag). Each step
-sends K, V to r + 1; backward the sums dK, dV follow their block home.
+Late queries see more keys, so process r holds chunks r and 2 N - 1 - r of 2 N. Each step sends K, V
+to r + 1; backward the sums dK, dV follow their block home.
 
 Memory  O(T / N): its own K and V, the current block and the incoming one.
 Source  Liu et al. 2023 (arXiv 2310.01889); Brandon et al. 2023 (arXiv 2311.09431)."""
@@ -82,7 +82,6 @@ class Ring:
                     yield I, J, (a - b) * c
 
     def pass_on(self, tensors: list[Tensor]) -> Callable[[], list[Tensor]]:
-        """Start sending to the next process; the result waits for the previous one's."""
         if self.size == 1:
             return lambda: tensors
         after, before = (
@@ -104,15 +103,14 @@ class Ring:
         return wait
 
 
-def with_segments(
-    tiles: Iterator[Tile], segments: Tensor | None, key_segments: Tensor | None = None
-) -> Iterator[tuple[slice, slice, int, tuple[Tensor, Tensor] | None]]:
+def with_segments(tiles: Iterator[Tile], segments: Tensor | None,
+                  keys: Tensor | None = None) -> Iterator[tuple[slice, slice, int, Pair]]:
     """Add segments; queries of a later chunk see only a segment that it continues."""
     for I, J, offset in tiles:
-        if segments is None or key_segments is None:
+        if segments is None or keys is None:
             yield I, J, offset, None
             continue
-        q, k = segments[:, I], key_segments[:, J]
+        q, k = segments[:, I], keys[:, J]
         if offset > 0:
             continued = q[:, :1] == k[:, -1:]  # (B, 1)
             first = (continued & (q == q[:, :1])).any(0).sum()

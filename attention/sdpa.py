@@ -1,4 +1,4 @@
-"""sdpa: PyTorch's scaled_dot_product_attention, free to choose its kernel or pinned to one.
+"""sdpa: PyTorch's scaled_dot_product_attention.
 
     sdpa_flash      FlashAttention-2 (arXiv 2307.08691) on CUDA, a blocked kernel on the CPU
     sdpa_efficient  xFormers' memory-efficient kernel (arXiv 2112.05682), CUDA
@@ -6,8 +6,8 @@
     sdpa_math       the unfused formula, O(T^2) memory; in float32 for half precision
     sdpa            PyTorch's choice among these (permitted())
 
-Masks   `is_causal=True` is aligned top-left: for Tq == Tk only. All else gets a mask in blocks of
-        queries (blocks.py); pinned flash on CUDA takes none (sdpa_flash.py)."""
+Masks   `is_causal=True` is aligned top-left: for Tq == Tk only. Else a mask in blocks of queries
+        (blocks.py); flash on CUDA takes none (sdpa_flash.py)."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
     Tq, Tk = q.shape[1], k.shape[1]
     if cache is not None:
         return from_cache(q, k, v, spec, cache, alibi_slopes, kernel)
-    bare = segments is None and alibi_slopes is None
-    if bare and (kind := maskless(Tq, Tk, spec.window, Tk - Tq, spec.right)):
+    if segments is alibi_slopes is None and (
+            kind := maskless(Tq, Tk, spec.window, Tk - Tq, spec.right)):
         return fused(q, k, v, spec, kernel, is_causal=kind == "causal")
     if q.is_cuda and kernel == SDPBackend.FLASH_ATTENTION:
         if segments is not None:
@@ -89,7 +89,11 @@ def fused(q: Tensor, k: Tensor, v: Tensor, spec: Spec, kernel: SDPBackend | None
             attn_mask = F.pad(attn_mask, (0, -attn_mask.shape[-1] % 128), value=hidden)
     if q.is_cuda:
         kernels = kernels or permitted(spec, masked)
-        if grouped and not _takes_groups(q, spec, kernel, masked):
+        takes_groups = not masked and kernel != SDPBackend.EFFICIENT_ATTENTION
+        if grouped and takes_groups and kernel is None:
+            major = torch.cuda.get_device_properties(q.device).major
+            takes_groups = spec.dtype in HALF and major >= 8
+        if grouped and not takes_groups:
             # Else the math kernel runs, in O(T^2) memory (PyTorch issue 181528).
             k, v = (t.repeat_interleave(group, dim=2) for t in (k, v))
             grouped = False
@@ -102,13 +106,6 @@ def fused(q: Tensor, k: Tensor, v: Tensor, spec: Spec, kernel: SDPBackend | None
     return dense_gradient(out.transpose(1, 2))
 
 
-def _takes_groups(q: Tensor, spec: Spec, kernel: SDPBackend | None, masked: bool) -> bool:
-    if masked or kernel == SDPBackend.EFFICIENT_ATTENTION:
-        return False
-    major = torch.cuda.get_device_properties(q.device).major
-    return kernel is not None or (spec.dtype in HALF and major >= 8)
-
-
 def permitted(spec: Spec, masked: bool) -> list[SDPBackend] | None:
     """Kernels to choose from on CUDA; None: all. cuDNN plans each new length (slow), rounds dropout
     to sixteenths (pull request 174245), and with a mask dq may be NaN if keys do not fill tiles of
@@ -119,11 +116,8 @@ def permitted(spec: Spec, masked: bool) -> list[SDPBackend] | None:
 
 
 BACKEND = Backend(
-    name="sdpa",
-    title="PyTorch scaled_dot_product_attention",
-    attend=attend,
-    caps=(Caps(right=True, scale=True, alibi=True, caches=("none", "dynamic", "static")),),
-    fallback=None)
+    "sdpa", "PyTorch scaled_dot_product_attention", attend,
+    (Caps(right=True, scale=True, alibi=True, caches=("none", "dynamic", "static")),), None)
 
 
 def _pinned(name: str, kernel: SDPBackend, to: str, *caps: Caps, **more: Any) -> Backend:

@@ -1,5 +1,5 @@
-"""sdpa_bmm: PyTorch's flash kernel forward, and a backward pass of large products, for CPUs, since
-the kernel's own in bfloat16 multiplies small tiles. Of a few heads at a time:
+"""sdpa_bmm: PyTorch's flash kernel forward, and a backward pass of large products, for CPUs: the
+kernel's own in bfloat16 multiplies small tiles. Of a few heads at a time:
 
     S = scale * Q K^T       P = softmax(S)
     dV = P^T dO             dP = dO V^T
@@ -66,8 +66,5 @@ def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tens
 
 WHOLE = Partial(forward, backward)
 BACKEND = Backend(
-    name="sdpa_bmm",
-    title="PyTorch SDPA forward, backward by batched products",
-    attend=attend,
-    caps=(Caps(("cpu",), ("bfloat16",), right=True, dropout=False, segments=False, scale=True),),
-    fallback="sdpa")
+    "sdpa_bmm", "PyTorch SDPA forward, backward by batched products", attend,
+    (Caps(("cpu",), ("bfloat16",), right=True, dropout=False, segments=False, scale=True),), "sdpa")

@@ -1,7 +1,5 @@
-"""sdpa_flash's windows and segments on CUDA, and its operators in parts (caps.Partial).
-
-On the CPU is_causal is aligned top-left, and all else takes a mask, in blocks; on CUDA there is no
-mask, and is_causal is aligned bottom-right. Not run on CUDA yet."""
+"""sdpa_flash's windows and segments on CUDA, and its operators in parts (caps.Partial), not run on
+CUDA yet: is_causal is aligned bottom-right there, without other masks; on the CPU top-left."""
 
 from __future__ import annotations
 
@@ -21,7 +19,6 @@ aten = torch.ops.aten
 
 def varlen(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
            segments: Tensor | None = None) -> Tensor:
-    """By torch.nn.attention.varlen, each segment a sequence: Tq <= Tk."""
     from torch.nn.attention.varlen import varlen_attn  # its window needs torch >= 2.12
 
     (B, Tq, _, D), Tk = q.shape, k.shape[1]
@@ -71,10 +68,10 @@ def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tens
             found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 *inputs, 0.0, causal, scale=spec.softmax_scale, **masks)
         else:
-            lengths = I.stop - I.start, J.stop - J.start
+            sizes = None, None, I.stop - I.start, J.stop - J.start
             seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # not read
             found = aten._scaled_dot_product_flash_attention_backward(
-                *inputs, None, None, *lengths, 0.0, causal, seed, seed, scale=spec.softmax_scale)
+                *inputs, *sizes, 0.0, causal, seed, seed, scale=spec.softmax_scale)
         for total, at, grad in zip(grads, (I, J, J), found):
             total[:, at] += grad.transpose(1, 2)[..., : q.shape[3]]
     return tuple(grads)

@@ -1,4 +1,4 @@
-"""resolve() chooses a backend by declared Caps, select() also by proof on this machine."""
+"""resolve() chooses a backend by Caps, select() also by proof on this machine."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ class Resolution:
         return f"Attention backend: {self.backend.name} ({self.backend.title}{kernels})"
 
     def __str__(self) -> str:
-        warned = ["WARNING: " + w.replace("\n", "\n         ") for w in self.warnings()]
-        return "\n".join([*warned, "INFO: " + self.info()])
+        lines = ["WARNING: " + w.replace("\n", "\n         ") for w in self.warnings()]
+        return "\n".join([*lines, "INFO: " + self.info()])
 
     def as_json(self) -> dict[str, Any]:
         names = "requested", "kernels", "proof", "note", "traced"
@@ -77,7 +77,6 @@ class Resolution:
 
 
 def candidates(name: str, spec: Spec, machine: Machine, policy: Policy) -> list[str]:
-    """The name, its fallback, then PREFERENCE."""
     if machine.device not in PREFERENCE:
         raise BackendUnavailable(f"no kernel runs on {machine.device}")
     order = [*PREFERENCE[machine.device]]
@@ -121,7 +120,6 @@ def disabled() -> set[str]:
 
 def admit(name: str, spec: Spec, machine: Machine,
           policy: Policy = Policy()) -> tuple[Backend, list[Refusal]]:
-    """A backend, or its prebuilt kernel, and every declared reason against it."""
     backend = get(name)
     family = name.partition(":")[0]
     if disabled() & {name, family, backend.name, *backend.aliases}:
@@ -164,7 +162,7 @@ def resolve(name: str, spec: Spec, machine: Machine, policy: Policy = Policy(),
     """The first backend that all ranks admit by Caps and `prove`; rank 0 proposes. It reports
     reasons against the named backend and undeclared ones; `failed` holds those of proofs.
 
-    Raises ValueError: unknown name. BackendUnavailable: no fallback is left or allowed."""
+    Raises ValueError: unknown name; BackendUnavailable: no fallback is left or allowed."""
     failed = {} if failed is None else failed
     names: list[str] | BackendUnavailable
     try:
@@ -181,18 +179,17 @@ def resolve(name: str, spec: Spec, machine: Machine, policy: Policy = Policy(),
         try:
             backend, declared = admit(candidate, spec, machine, policy)
             title, why = backend.name, [*declared, *failed.get(backend.name, ())]
+            if prove and not why:
+                proved = prove(backend)
+                why = failed[title] = [*proved.why]
         except BackendUnavailable as e:
             why = [str(e)]
-        if prove and not why:
-            proved = prove(backend)
-            why = [*proved.why]
-            failed.update({title: proved.why} if why else {})
-        answers, who = gather(ranks, why), dict[str, list[str]]()
-        for rank, given in enumerate(answers):
-            for reason in given:
-                who.setdefault(reason, []).append(str(rank))
-        reasons = [reason if len(those) == len(answers) else f"rank {', '.join(those)}: {reason}"
-                   for reason, those in who.items()]
+        answers = gather(ranks, why)
+        reasons = []
+        for reason in dict.fromkeys(reason for given in answers for reason in given):
+            those = [str(rank) for rank, given in enumerate(answers) if reason in given]
+            everywhere = len(those) == len(answers)
+            reasons.append(reason if everywhere else f"rank {', '.join(those)}: {reason}")
         if not reasons:
             note = "\n".join(f"{DISABLE} names {word!r}, which is not a backend."
                              for word in sorted(disabled()) if not is_backend(word))
@@ -212,7 +209,7 @@ def resolve(name: str, spec: Spec, machine: Machine, policy: Policy = Policy(),
 def select(name: str, spec: Spec, device: str | torch.device, policy: Policy = Policy(), *,
            shape: Shape | None = None, ranks: Ranks | None = None,
            failed: Failed | None = None) -> Resolution:
-    """resolve() proved by a probe, past LONG keys also at `shape`; `ranks` call it together."""
+    """resolve() and a probe, past LONG keys also at `shape`; `ranks` call it together."""
     long = shape if shape and shape[2] > LONG else None
 
     def prove(backend: Backend) -> Probe:
@@ -229,7 +226,7 @@ def select(name: str, spec: Spec, device: str | torch.device, policy: Policy = P
         GB *= min(Tk, spec.window or Tk)
         if "math" in chosen.kernels and name != "sdpa_math" and GB > 1:
             text = (f"{chosen.backend.name} runs PyTorch's math kernel, which stores {GB:.1f} GB "
-                    "of scores a layer: --attention_backend=tiled stores none.")
+                    "of scores a layer (--attention_backend=tiled: none).")
             chosen = replace(chosen, note="\n".join(filter(None, [chosen.note, text])))
         announce(chosen)
         return chosen

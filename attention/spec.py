@@ -4,14 +4,13 @@ For every query i of head h, over the keys j that it may attend to (see :func:`v
 
     out[b,i,h] = sum_j softmax_j( q[b,i,h] . k[b,j,g(h)] / sqrt(D) ) v[b,j,g(h)]
 
-Options: `scale` replaces 1 / sqrt(D); `softcap` c bounds each score s to c * tanh(s / c) (Gemma 2,
-arXiv 2408.00118); `sinks` adds to each head's softmax a learned logit without a value (Miller 2023,
-"Attention is off by one"); `alibi` adds :func:`alibi_bias` to each score, after the softcap and
-before the mask (Press et al. 2022, arXiv 2108.12409).
+`scale` replaces 1 / sqrt(D); `softcap` c turns scores s into c * tanh(s / c) (Gemma 2, arXiv
+2408.00118); `sinks`: a learned logit a head in the softmax, without a value (Miller 2023,
+"Attention is off by one"); `alibi` adds :func:`alibi_bias` (Press et al. 2022, arXiv 2108.12409).
 
-Layout: q and out ``(B, Tq, H, D)``, k and v ``(B, Tk, Hkv, D)``. Query head h reads key/value head
+q and out are ``(B, Tq, H, D)``, k and v ``(B, Tk, Hkv, D)``; query head h reads key/value head
 ``g(h) = h // (H / Hkv)``. A fully masked row gives zeros and zero gradients. A segment is a run of
-positions with one id in `segments`, such as a document or padding."""
+positions with one id in `segments`: a document, or padding."""
 
 from __future__ import annotations
 
@@ -23,8 +22,13 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
 
+import torch
+
+from .machine import system
+
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 CACHES = ("none", "dynamic", "static", "paged")
+BUFFERS = CACHES[2:]  # read through a view (masks.py)
 NO_LIMIT = 2**30  # larger windows overflow int32 positions
 TINY = 2.0**-126  # the least normal float32: a smaller softcap would be rounded to 0
 DROPOUT_STEP = 1 / 16  # cuDNN rounds dropout to multiples: they are a kind of their own
@@ -35,8 +39,7 @@ def visible(i: Numbers, j: Numbers, offset: Numbers = 0, window: int | None = No
             seg_i: Numbers = None, seg_j: Numbers = None, right: Numbers = 0) -> Numbers:
     """True if query i may attend to key j: the one definition of masking in this project.
 
-    Causal, aligned bottom-right: the last query attends to the last key. With
-    ``offset = Tk - Tq``, here Tq = 3 and Tk = 5::
+    Causal, aligned bottom-right. With ``offset = Tk - Tq``, here Tq = 3 and Tk = 5::
 
                                    window=2             right=1         window=2, right=1
               k0 k1 k2 k3 k4    k0 k1 k2 k3 k4      k0 k1 k2 k3 k4      k0 k1 k2 k3 k4
@@ -44,11 +47,9 @@ def visible(i: Numbers, j: Numbers, offset: Numbers = 0, window: int | None = No
           q1   x  x  x  x  .     .  .  x  x  .       x  x  x  x  x       .  .  x  x  x
           q2   x  x  x  x  x     .  .  .  x  x       x  x  x  x  x       .  .  .  x  x
 
-    Args:
-        i, j: positions, integers or integer tensors that broadcast.
-        window: keys up to its own that a query attends to, itself included; None: all.
-        seg_i, seg_j: segment ids, which must be equal.
-        right: later keys that a query attends to; None: all."""
+    i, j: integers, or tensors that broadcast. window: keys up to its own that a query attends to,
+    itself included; None: all. seg_i, seg_j: segment ids, which must be equal. right: later keys
+    that a query attends to; None: all."""
     seen = (i == i) & (j == j) if right is None else j <= i + offset + right
     if window is not None:
         seen = seen & (j > i + offset - window)
@@ -86,17 +87,15 @@ class Spec:
     kind: str = field(default="", init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for name, least, optional in (
-            ("n_head", 1, False), ("n_kv_head", 1, False), ("head_dim", 1, False),
-            ("window", 1, True), ("right", 0, True), ("page_size", 1, True),
-        ):
-            value = getattr(self, name)
+        for name in ("n_head", "n_kv_head", "head_dim", "window", "right", "page_size"):
+            value, least = getattr(self, name), int(name != "right")
+            optional = name in ("window", "right", "page_size")
             if value is None and optional:
                 continue
             if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
                 raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
             if optional and not value < NO_LIMIT:
-                object.__setattr__(self, name, None)
+                vars(self)[name] = None
         if self.n_head % self.n_kv_head:
             got = f"n_head={self.n_head}, n_kv_head={self.n_kv_head}"
             raise ValueError(f"n_head must be a multiple of n_kv_head, got {got}")
@@ -112,10 +111,12 @@ class Spec:
         if (self.page_size is not None) != (self.cache == "paged"):
             got = f"page_size={self.page_size} and cache={self.cache!r}"
             raise ValueError(f"page_size belongs to the 'paged' cache, got {got}")
+        if self.segments and self.cache in BUFFERS:
+            raise ValueError(f"segments must be False with a {self.cache} cache, got True")
         default = 1 / math.sqrt(self.head_dim)
         if self.scale is not None and math.isclose(self.scale, default, rel_tol=1e-15):
-            object.__setattr__(self, "scale", None)
-        object.__setattr__(self, "kind", self._words(numbers=False))
+            vars(self)["scale"] = None
+        vars(self)["kind"] = self._words(numbers=False)
 
     def __str__(self) -> str:
         return self._words(numbers=True)
@@ -168,18 +169,13 @@ class Machine:
 
     def version_of(self, package: str) -> str | None:
         """Version, or the error of the import; None: not installed."""
-        from .machine.system import import_version
-
-        return import_version(package) if self.packages is None else self.packages.get(package)
+        known = self.packages
+        return system.import_version(package) if known is None else known.get(package)
 
     @classmethod
     def here(cls, device: str) -> Machine:
-        import torch
-
-        from .machine.system import bfloat16_units, cpu_name
-
         kind = torch.device(device).type
-        name, capability = cpu_name() or platform.processor() or platform.machine(), None
+        name, capability = system.cpu_name() or platform.processor() or platform.machine(), None
         if kind == "cuda":
             name = torch.cuda.get_device_name(device)
             capability = torch.cuda.get_device_capability(device)
@@ -187,5 +183,5 @@ class Machine:
             kind, name, capability, torch.__version__, torch.version.cuda, packages=None,
             interpreted=os.environ.get("TRITON_INTERPRET") == "1",
             deterministic=torch.get_deterministic_debug_mode() == 2,  # 1 only warns
-            bfloat16_units=kind == "cpu" and bool(bfloat16_units()),
+            bfloat16_units=kind == "cpu" and bool(system.bfloat16_units()),
         )

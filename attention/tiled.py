@@ -46,8 +46,7 @@ def forward_tiles(q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int | Non
                   B_r: int = BLOCK_M, B_c: int = BLOCK_N,
                   on_tile: Callable[..., object] = lambda *_: None,
                   alibi_slopes: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Algorithm 1: out and L as in caps.Partial. A tile's dropout seed is `seed` plus its number.
-    `on_tile` gets the tile's numbers and tensors."""
+    """Algorithm 1: out and L as in caps.Partial. A tile's seed is `seed` plus its number."""
     Tq, Tk, Hkv, tau = q.shape[1], k.shape[1], k.shape[2], spec.softmax_scale
     acc = torch.promote_types(q.dtype, torch.float32)
     offset = Tk - Tq if offset is None else offset
@@ -149,9 +148,8 @@ def wholly_masked(I: slice, J: slice, offset: int, window: int | None,
 def masked_tiles(rows: list[slice], cols: list[slice], offset: int, spec: Spec,
                  segments: Pair) -> list[list[bool]]:
     masked = [[wholly_masked(I, J, offset, spec.window, spec.right) for J in cols] for I in rows]
-    if segments is None or offset < 0 or offset != cols[-1].stop - rows[-1].stop:
-        return masked  # no ids between keys and queries
-    if symbolic(segments[1]):
+    if segments is None or symbolic(segments[1]) or not (
+            0 <= offset == cols[-1].stop - rows[-1].stop):  # else ids between keys and queries
         return masked
     number = begins(segments[1]).cumsum(dim=1).cpu()  # (B, Tk)
     first_q = number[:, [offset + I.start for I in rows], None]  # (B, rows, 1)

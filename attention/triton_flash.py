@@ -1,7 +1,7 @@
-"""triton: FlashAttention-2 in Triton, forward and backward; kernels in triton/flash_kernels.py.
+"""triton: FlashAttention-2 in Triton (triton/flash_kernels.py), the algorithm of tiled.py.
 
-The algorithm of tiled.py. S and P stay on chip; only L = log2 sum_j 2^(s_j) is stored for each row.
-Dropout is Philox's, of a seed and b, h, i, j. Course: page 7.
+S and P stay on chip; each row stores L = log2 sum_j 2^(s_j). Dropout is Philox's, of a seed and
+b, h, i, j. Course: page 7.
 
 Memory  O(T): q, k, v, out and L; backward also delta_i = rowsum(dO_i * O_i).
 CPU     In Triton's interpreter, for tests (TRITON_INTERPRET=1).
@@ -76,24 +76,20 @@ WHOLE = Partial(partial(forward, whole=True), partial(backward, whole=True))
 
 def _given(k: Tensor, spec: Spec, offset: int, segments: Pair, seed: Tensor | None,
            whole: bool) -> tuple[tuple[Tensor, Tensor] | tuple[None, None], tuple[Any, ...]]:
+    """run_q and run_k, then numbers, of flash_forward()."""
     p = 0.0 if seed is None else spec.dropout
     numbers = spec.window, spec.right, p, spec.softmax_scale, spec.softcap
-    if whole:
-        return segments or (None, None), (*numbers, None)
-    return runs_of_pair(segments, k.shape[1], offset), (*numbers, offset)
-
-
-def runs_of_pair(segments: Pair, Tk: int, offset: int) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """run_q, run_k. Queries past the last key move next to it: a shared segment stays one run."""
-    if segments is None:
-        return None, None
-    seg_q, seg_k = segments
+    if whole or segments is None:
+        return segments or (None, None), (*numbers, None if whole else offset)
+    (seg_q, seg_k), Tk = segments, k.shape[1]
     Tq, gap = seg_q.shape[1], max(offset - Tk, 0)
     past = min(max(Tk - offset, 0), Tq)  # the first query past the last key
+    # These move next to it: a shared segment stays one run.
     runs = borders(torch.cat([seg_k, seg_q[:, past:]], dim=1))
     i = torch.arange(Tq, device=seg_q.device) + offset - gap
     run_q, run_k = runs[:, :, i.clamp(min=0)], runs[:, :, :Tk]
-    return run_q.contiguous(), torch.where(run_k < Tk, run_k, run_k + gap).contiguous()
+    run_k = torch.where(run_k < Tk, run_k, run_k + gap)
+    return (run_q.contiguous(), run_k.contiguous()), (*numbers, offset)
 
 
 def borders(segments: Tensor) -> Tensor:
@@ -111,14 +107,9 @@ _AMPERE = Caps(("cuda",), ("float16", "bfloat16", "float32"), (8, 0), right=True
                packages=("triton>=3.1",))
 _TURING = replace(_AMPERE, dtypes=("float16", "float32"), min_capability=(7, 5))
 BACKEND = Backend(
-    name="triton",
-    title="our own FlashAttention-2 kernels in Triton",
-    attend=attend,
-    caps=(_AMPERE, _TURING,
-          replace(_TURING, devices=("cpu",), min_capability=None, interpreted=True)),
-    fallback="sdpa",
-    install="pip install triton",
-    partial=Partial(forward, backward, dropout=True))
+    "triton", "our own FlashAttention-2 kernels in Triton", attend,
+    (_AMPERE, _TURING, replace(_TURING, devices=("cpu",), min_capability=None, interpreted=True)),
+    "sdpa", install="pip install triton", partial=Partial(forward, backward, dropout=True))
 
 
 def other(name: str, about: str, capability: tuple[int, int], head_dim: int,

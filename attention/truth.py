@@ -1,4 +1,4 @@
-"""The truth in float64, and the one tolerance of this project."""
+"""The truth in float64, the one tolerance of this project, and probabilities."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .caps import check_call, must_be
+from .machine.system import autocast_off
 from .masks import Mods
-from .spec import Spec, alibi_bias, visible
+from .spec import DTYPES, Spec, alibi_bias, visible
 
 ON_A_GPU = 1.5  # exp2 is approximate
 
@@ -82,9 +84,9 @@ def changed(raw: Tensor, given: Inputs, spec: Spec, rows: Tensor,
 @torch.no_grad()
 def truth(given: Inputs, spec: Spec, rows: Tensor | None = None,
           mods: Mods | None = None) -> Result:
-    """The exact result in float64 for the queries `rows`, gradients included, in O(rows * Tk). With
-    tau the scale, t_j = tau q . k_j, s_j = c tanh(t_j / c) or t_j, and p = softmax(s + bias)
-    over the visible keys j and the sink a (of value 0), per row:
+    """The exact result in float64 for the queries `rows`, in O(rows * Tk). With tau the scale,
+    t_j = tau q . k_j, s_j = c tanh(t_j / c) or t_j, and p = softmax(s + bias) over the visible keys
+    j and the sink a (of value 0), per row:
 
         out  = sum_j p_j v_j
         dv_j += p_j dout                          out is linear in v
@@ -95,9 +97,7 @@ def truth(given: Inputs, spec: Spec, rows: Tensor | None = None,
         dq    = sum_j dt_j k_j
         dk_j += dt_j q
 
-    `condition` is each tensor's rounding error to first order, in eps: of scores relative to
-    |q||k|, of capped ones and sinks to themselves, of ALiBi's bias in root mean square under p; of
-    dp and sum p dp relative to their terms; of the softcap's slope. `rounded`: the change of
+    `condition` is each tensor's rounding error to first order, in eps. `rounded`: the change of
     gradients if sum_l p_l dp_l is dout . out of a rounded output, as in FlashAttention."""
     on = torch.device("cpu") if given.q.device.type == "mps" else given.q.device
     Tq, H, Hkv = given.q.shape[1], spec.n_head, spec.n_kv_head
@@ -248,3 +248,43 @@ def errors(got: Result, rough: Result, exact: Result, dtype: torch.dtype) -> lis
 def wrong(found: Sequence[Deviation]) -> list[str]:
     first = {d.name: d for d in reversed(found) if not d.off <= d.allowed}
     return [str(d) for d in reversed(first.values())]
+
+
+# --- probabilities ---
+
+
+def weights(q: Tensor, k: Tensor, spec: Spec, *, rows: Sequence[int] | Tensor | None = None,
+            L: Tensor | None = None, segments: Tensor | None = None, sinks: Tensor | None = None,
+            alibi_slopes: Tensor | None = None) -> Tensor:
+    """Probabilities exp(S - L) (Dao et al. 2022, arXiv 2205.14135, section 3.1) of the queries
+    `rows`, (B, H, rows, Tk) float32 (float64 for float64), without dropout; zeros in fully masked
+    rows.
+
+    rows: as in q[:, rows]; None: all. L: the log-sum-exp (B, H, Tq), sinks included, of
+    flash_attn_func(..., return_attn_probs=True): then the result has no gradient. Raises
+    ValueError: tensors contradict the Spec; IndexError: no such row."""
+    (B, Tq, H, _), (Tk, Hkv) = q.shape, k.shape[1:3]
+    check_call(q, k, k, spec, segments, None, sinks, alibi_slopes)
+    if L is not None:
+        must_be("L", L, (B, H, Tq), q.device, DTYPES)
+    at = torch.arange(Tq)
+    if rows is not None:
+        chosen = torch.as_tensor(rows, device="cpu")
+        mask = chosen.dtype == torch.bool
+        at = at[chosen if mask or (chosen.is_floating_point() and len(chosen)) else chosen.long()]
+    if at.dim() != 1:
+        raise ValueError(f"rows must be a list of indices or a mask, got {rows}")
+    at, acc = at.to(q.device), torch.promote_types(q.dtype, torch.float32)
+    with autocast_off(q):
+        raw = grouped(q[:, at].to(acc), Hkv) * spec.softmax_scale @ k.to(acc).permute(0, 2, 3, 1)
+    given = Inputs(q, k, k, q, segments if Tk else None, alibi_slopes=alibi_slopes)
+    scores, bias, seen = changed(raw, given, spec, at)
+    S = (scores + bias).masked_fill(~seen, -torch.inf).view(B, H, len(at), Tk)
+    if L is None:
+        L_i = S.logsumexp(dim=-1)
+        if sinks is not None:
+            L_i = torch.logaddexp(L_i, sinks.to(acc)[:, None])
+    else:
+        S, L_i = S.detach(), L.detach()[:, :, at].to(acc)
+    # Both are -inf in fully masked rows.
+    return torch.exp(S - L_i.masked_fill(L_i.isneginf(), 0)[..., None])

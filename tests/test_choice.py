@@ -13,7 +13,7 @@ import kernels
 import pytest
 import torch
 from checkout import ROOT
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from attention import BACKENDS, get, packages, resolve, select
@@ -131,6 +131,7 @@ def test_sdpa_on_apples_metal_has_to_be_allowed_where_it_is_wrong(
 def test_what_is_chosen_can_run_and_what_is_refused_cannot(
     name, installed, machine, softcap, dtype, cache, flags, window, dropout, head_dim, right
 ) -> None:
+    assume(cache in ("none", "dynamic") or not flags["segments"])
     spec = Spec(4, 4, head_dim, dtype, window, dropout, cache=cache, softcap=softcap, right=right,
                 page_size=256 if cache == "paged" else None, **flags)
     there = replace(machine, packages=installed)
@@ -181,7 +182,7 @@ def test_each_field_of_caps_decides(can, cannot, spec) -> None:
     ({"head_dim": 0}, "0"), ({"dtype": "bf16"}, "bf16"), ({"window": 0}, "0"),
     ({"dropout": 1.0}, "1.0"), ({"dropout": -0.1}, "-0.1"), ({"dropout": float("nan")}, "nan"),
     ({"scale": 0.0}, "0.0"), ({"softcap": -1.0}, "-1.0"), ({"softcap": float("inf")}, "inf"),
-    ({"cache": "paged"}, "None"),
+    ({"cache": "paged"}, "None"), ({"cache": "static", "segments": True}, "static"),
     ({"page_size": 16}, "16"), ({"cache": "ring"}, "ring"), ({"head_dim": 8.5}, "8.5"),
     ({"n_kv_head": True}, "True"), ({"window": 2.5}, "2.5"), ({"right": -1}, "-1"),
     ({"right": "1"}, "'1'"), ({"page_size": 2.0, "cache": "paged"}, "2.0"),

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import shlex
 import sys
 import time
 from collections import Counter
@@ -26,7 +28,6 @@ from . import matrix
 from .matrix import Case, Item
 from .mistakes import named
 from .properties import properties
-from .script import script
 
 VERDICTS = {"right": "passed", "wrong": "failed", "refused": "refused"}
 ORDER = "float32", "bfloat16", "float16", "float64"  # --quick runs most tests in the first
@@ -52,32 +53,25 @@ def fitted(item: Item, backend: Backend, machine: Machine) -> tuple[Spec, Sequen
     return next((pair for pair in tried if not pair[1]), tried[0])
 
 
-def failed(item: Item, e: BaseException) -> Item:
-    return replace(item, verdict="wrong", why=(f"{type(e).__name__}: {first_line(e)}",))
-
-
 def judge(backend: Backend, item: Item, machine: Machine, device: str) -> Item:
-    """Run one test at sizes that the backend takes. Raises RuntimeError: the device is lost."""
     spec, why = fitted(item, backend, replace(machine, deterministic=item.deterministic))
-    item = item.of(backend, spec, device)
+    case = replace(item.case, D=spec.head_dim, grad=spec.grad)
+    item = replace(item, case=case, backend=backend, device=device)
     if why:
         return replace(item, verdict="refused", why=tuple(why))
-    cuda = [device] if torch.device(device).type == "cuda" else []
     try:
-        with torch.random.fork_rng(cuda):
+        with torch.random.fork_rng([device] if torch.device(device).type == "cuda" else []):
             item.test(item)
     except AssertionError as e:
         return replace(item, verdict="wrong", why=(str(e),))
     except KERNEL_ERRORS as e:
-        if loses_device(e):
-            raise
-        return failed(item, e)
+        text = f"{type(e).__name__}: {first_line(e)}"
+        return replace(item, verdict="wrong", why=(text,), lost=loses_device(e))
     return replace(item, verdict="right")
 
 
 def untested(caps: Iterable[Caps], ran: Iterable[Item], machine: Machine,
              dtypes: Sequence[str]) -> list[str]:
-    """Declared capabilities that no test used."""
     declared: dict[str, None] = {}
     elsewhere = {"device", "torch", "interpreted", "packages", "capability"}
     for row in caps:
@@ -89,13 +83,13 @@ def untested(caps: Iterable[Caps], ran: Iterable[Item], machine: Machine,
             options += [f"cache '{cache}'" for cache in row.caches]
             options += [f"head_dim {row.head_dim_max}"] * bool(row.head_dim_max)
             declared |= dict.fromkeys([*here, *options])
-    used: set[str] = set()
     for item in ran:
         spec = item.spec
-        used |= {name for name in LACKS if getattr(spec, name)}
+        used = {name for name in LACKS if getattr(spec, name)}
         used |= {spec.dtype, f"cache '{spec.cache}'", f"head_dim {spec.head_dim}",
                  "right" * (spec.right is None), "deterministic" * item.deterministic}
-    return [name for name in declared if name not in used]
+        declared = {name: None for name in declared if name not in used}
+    return [*declared]
 
 
 @dataclass
@@ -152,7 +146,7 @@ def check(name: str, devices: Sequence[str], dtypes: Sequence[str] = DTYPES, *, 
         raise ValueError(f"unknown test {test!r}")
     report = Report(backend.name, backend.title, {d: here[d].name for d in devices})
     ran: list[Item] = []
-    lost = cut = False
+    cut = bool(test)
     for n, (device, item) in enumerate(todo):
         known = any((device, item.name) == (other.device, other.name) for other in ran)
         if quick and known and item.name not in matrix.EACH_DTYPE:
@@ -161,22 +155,18 @@ def check(name: str, devices: Sequence[str], dtypes: Sequence[str] = DTYPES, *, 
             cut = True
             continue
         progress(n, len(todo), f"{item.name}, {item.dtype}, {device}")
-        try:
-            item = judge(backend, item, here[device], device)
-        except RuntimeError as e:  # later tests would fail too
-            lost = True
-            item = failed(item.of(backend, fitted(item, backend, here[device])[0], device), e)
+        item = judge(backend, item, here[device], device)
         report.add(item)
         if item.verdict == "refused":
             continue
         ran.append(item)
         if report.failures and not report.script:
             report.script = script(name, item, length)
-            report.mistake = [] if lost else named(item)
-        if lost or (first and report.failures):
+            report.mistake = [] if item.lost else named(item)
+        if item.lost or (first and report.failures):  # lost: later tests would fail too
             cut = True
             break
-    if not (cut or test):
+    if not cut:
         report.untested = [
             f"{capability} on {device}" for device in devices
             for capability in untested(backend.caps, [i for i in ran if i.device == device],
@@ -185,6 +175,31 @@ def check(name: str, devices: Sequence[str], dtypes: Sequence[str] = DTYPES, *, 
     report.left_out = len(every) * len(devices) - sum(report.features["total"].values())
     report.seconds = time.monotonic() - began
     return report
+
+
+PACKAGE = __name__.partition(".")[0]
+FOLDER = os.path.abspath(__file__).removesuffix(os.path.join(PACKAGE, "check", "command.py"))
+SCRIPT = """\
+# {what}
+import sys
+
+sys.path.insert(0, {folder!r})
+from {package} import get
+from {package}.check.matrix import Case, show
+
+show(get({name!r}), {case!r}, {dtype!r}, {device!r})"""
+
+
+def script(name: str, item: Item, length: int) -> str:
+    name = os.path.abspath(name) if os.path.exists(name) else name
+    if not item.title:
+        return SCRIPT.format(what=f"{item.name}: {'; '.join(item.why)}", folder=FOLDER,
+                             package=PACKAGE, case=item.case, dtype=item.dtype,
+                             device=item.device, name=name)
+    go = "" if PACKAGE == "nanoattn" else f"cd {shlex.quote(FOLDER)} && "
+    options = f"--test={shlex.quote(item.name)} --dtype={item.dtype} --device={item.device}"
+    options += f" --length={length}" * bool(length)
+    return f"{go}python -m {PACKAGE} check {shlex.quote(name)} {options}"
 
 
 def text(report: Report) -> str:
@@ -196,12 +211,11 @@ def text(report: Report) -> str:
     refused: dict[str, list[Refusal]] = {}
     for why in report.refusals:
         refused.setdefault(why.kind, []).append(why)
-    if refused:
-        lines += ["Refused, as its Caps declare:"]
-        for reasons in refused.values():
-            also = f", and {len(reasons) - 1} alike" if len(reasons) > 1 else ""
-            lines += [f"  {sum(report.refusals[why] for why in reasons):>4}  {reasons[0]}{also}"]
-        lines += [""]
+    lines += ["Refused, as its Caps declare:"] * bool(refused)
+    for reasons in refused.values():
+        also = f", and {len(reasons) - 1} alike" if len(reasons) > 1 else ""
+        lines += [f"  {sum(report.refusals[why] for why in reasons):>4}  {reasons[0]}{also}"]
+    lines += [""] * bool(refused)
     lines += [f"declared, not tested: {name}" for name in report.untested]
     failures, total = report.failures, report.features["total"]
     ran, left_out = total["passed"] + total["failed"], report.left_out
@@ -227,11 +241,10 @@ def progress(done: int, of: int, what: str) -> None:
         print(f"\r\x1b[K{done}/{of} {what:.60}", end="", file=sys.stderr, flush=True)
 
 
-def read(argv: Sequence[str]) -> argparse.Namespace:
+def main(argv: Sequence[str]) -> int:
     here = devices()
     parser = argparse.ArgumentParser(
-        prog=f"python -m {(__package__ or 'attention').partition('.')[0]} check",
-        description=(__doc__ or "").partition("\n\n")[2])
+        prog=f"python -m {PACKAGE} check", description=(__doc__ or "").partition("\n\n")[2])
     add = parser.add_argument
     add("name", metavar="backend", help="a file that defines BACKEND, or a backend's name")
     add("--device", dest="devices", choices=here, help="default: all that are here")
@@ -243,20 +256,14 @@ def read(argv: Sequence[str]) -> argparse.Namespace:
     add("--length", type=int, default=0, help="check sequences of N tokens too")
     add("--first", action="store_true", help="stop at the first failure")
     add("--json", action="store_true", help="print the report as JSON")
-    options = parser.parse_args(argv)
-    if options.length < 0:
-        parser.error(f"--length must be a number of tokens, got {options.length}")
-    if unknown := {*options.dtypes} - {*DTYPES}:
+    options = vars(parser.parse_args(argv))
+    device, as_json = options.pop("devices"), options.pop("json")
+    if options["length"] < 0:
+        parser.error(f"--length must be a number of tokens, got {options['length']}")
+    if unknown := {*options["dtypes"]} - {*DTYPES}:
         parser.error(f"--dtype must be some of {', '.join(DTYPES)}, got {min(unknown)}")
-    options.devices = [options.devices] if options.devices else [d for d in here if ":" not in d]
-    return options
-
-
-def main(argv: Sequence[str]) -> int:
-    options = vars(read(argv))
-    as_json = options.pop("json")
     try:
-        report = check(**options)
+        report = check(devices=[device] if device else [d for d in here if ":" not in d], **options)
     except ValueError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2

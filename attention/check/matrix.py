@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -77,6 +77,7 @@ class Item:
     device: str = "cpu"
     verdict: str = ""  # "right", "wrong" or "refused"
     why: tuple[str, ...] = ()
+    lost: bool = False  # the device
 
     @property
     def name(self) -> str:
@@ -95,10 +96,6 @@ class Item:
 
     def compare(self, got: Result) -> None:
         compare(got, self.case, self.dtype, self.device)
-
-    def of(self, backend: Backend, spec: Spec, device: str) -> Item:
-        case = replace(self.case, D=spec.head_dim, grad=spec.grad)
-        return replace(self, case=case, backend=backend, device=device)
 
 
 WAYS = ("BHTD", "sliced", "strided", "expanded")
@@ -119,8 +116,8 @@ WORDS: dict[str, dict[str, Any]] = {  # of a case's text
 
 
 def cases(*texts: str) -> list[Case]:
-    """Cases by texts: "window16-43x97 B1", its first word the name, has window 16, Tq 43, Tk 97 (by
-    default both 97) and batch 1. Several texts are combined."""
+    """Cases by texts: "window16-43x97 B1", named by its first word, has window 16, Tq 43, Tk 97
+    (default: both 97) and batch 1. Several texts are combined."""
     found = []
     for words in itertools.product(*(text.split(",") for text in texts)):
         text = "-".join(word.strip() for word in words if word.strip())
@@ -179,7 +176,6 @@ CASES = SAMPLE + cases("""192, 1025 B1 H1 Hkv1 D64, 113x203-H4 Hkv4, 128x217, 2x
 
 
 def in_order() -> list[Case]:
-    """SAMPLE, then the rest, each by number of features."""
     parts = SAMPLE, CASES[len(SAMPLE) :]
     return [case for part in parts for case in sorted(
         part, key=lambda case: len({*case.features} - {"causal"}))]
@@ -189,7 +185,6 @@ IDS = (65543, 7, 2**24 + 1, 2**24, -1, 0, *range(100, 120))
 
 
 def segments(case: Case) -> Tensor:
-    """Ids (B, Tk) int32; each row has its own borders."""
     Tk, rows = case.Tk, []
     for b in range(case.B):
         starts = {"packed": [Tk // 3 + b, Tk // 2 + 3 * b], "left": [10 * b],
@@ -209,10 +204,10 @@ def laid_out(t: Tensor, name: str, case: Case) -> Tensor:
     if way == "expanded":  # dout as of out.sum()
         first = t.flatten()[0] if name == "dout" else t[:1, :, :1] if t.dim() == 4 else t[:1]
         return first.expand(t.shape)
-    shape = [n + 2 for n in t.shape] if way == "sliced" else [*t.shape, 2]
-    larger = t.new_full(shape, torch.nan if t.is_floating_point() else 7)
-    part = larger[(slice(1, -1),) * t.dim()] if way == "sliced" else larger[..., 0]
-    return part.copy_(t)
+    fill, inner = torch.nan if t.is_floating_point() else 7, (slice(1, -1),) * t.dim()
+    if way == "sliced":
+        return t.new_full([n + 2 for n in t.shape], fill)[inner].copy_(t)
+    return t.new_full([*t.shape, 2], fill)[..., 0].copy_(t)
 
 
 @lru_cache(maxsize=8)
@@ -294,3 +289,23 @@ def check(backend: Backend, case: Case, dtype: str, device: str = "cpu",
 
 def accuracy(item: Item, attend: Callable[..., Tensor] | None = None) -> None:
     check(item.backend, item.case, item.dtype, item.device, attend)
+
+
+def show(backend: Backend, case: Case, dtype: str, device: str) -> None:
+    """Print the inputs, and each result and its truth at the worst place."""
+    given = inputs(case, dtype, device)
+    tensors = {name: t for name, t in given._asdict().items() if t is not None}
+    before = {name: t.clone() for name, t in tensors.items()}
+    for name, t in tensors.items():
+        print(name, tuple(t.shape), t.stride(), t.dtype)
+    for grad in (True, False)[not case.grad :]:
+        spec = case.spec(dtype, grad=grad)
+        print(spec)
+        got, exact = run(backend.attend, given, spec), proof.truth(given, spec)
+        for name, x in got.tensors.items():
+            x, want = x.cpu().double(), exact.tensors[name].cpu()
+            error = (x - want).abs().nan_to_num(torch.inf)
+            at = torch.unravel_index(error.argmax(), error.shape)
+            here = [int(n) for n in at]
+            print(f"{name} at {here}: the kernel {x[at]:.9g}, the truth {want[at]:.9g}")
+    print("overwritten:", [name for name, t in tensors.items() if not t.equal(before[name])])

@@ -1,5 +1,4 @@
-"""A kernel's mistake: a plain program with it gives the kernel's numbers, and without it does
-not."""
+"""A kernel's mistake: a plain program gives the kernel's numbers with it, and not without."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ def program(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | N
         half, where = of["rounded"]
         return t.to(getattr(torch, half)).to(t.dtype) if place == where else t
 
-    def leaf(t: Tensor, name: str) -> Tensor:
+    def leaf(t: Tensor, name: str) -> Tensor:  # its gradient times a factor
         times = of["factor"].get(name, 1.0)
         return t if times == 1 else t.detach() + times * (t - t.detach())
 
@@ -58,8 +57,8 @@ def program(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | N
     if segments is not None and of["without"] != "segments":
         own = i + Tk - Tq
         ahead = segments[:, None] - segments[:, own.clamp(min=0), None]
-        same = ahead * of["order"] >= 0 if of["order"] else ahead == 0
-        seen = seen & same & (own >= 0)[:, None]
+        seen = seen & (ahead * of["order"] >= 0 if of["order"] else ahead == 0)
+        seen = seen & (own >= 0)[:, None]
     seen = (seen != of["inverted"])[:, None]  # (B or 1, 1, Tq, Tk)
 
     s = torch.einsum("bihd,bjhd->bhij", q[..., : of["dims"]], k[..., : of["dims"]])
@@ -139,7 +138,6 @@ def mistakes(spec: Spec) -> list[tuple[str, Options]]:
 
 
 def named(item: Item) -> list[str]:
-    """A line with the mistake of a failing kernel; empty if none explains it."""
     case, dtype, device = item.case, item.dtype, item.device
     for grad in (True, False)[not case.grad :] if not item.title else ():
         spec = case.spec(dtype, grad=grad)

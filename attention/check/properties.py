@@ -31,8 +31,8 @@ HUGE = 3000.0  # finite in float16, times a value too
 
 
 def unseen(item: Item) -> None:
-    """HUGE times one position of q, k or v: outputs that do not see it keep their bits, and others
-    change. With dout 0 in the second half, what the first does not see has gradient 0."""
+    """HUGE times a position of q, k or v changes outputs that see it, and no bit of others. With
+    dout 0 in the second half, what the first does not see has gradient 0."""
     if item.case.Tk > 2000 and on_cuda(item):  # a kernel may take another path
         item = replace(item, case=replace(item.case, Tq=8193, Tk=8193))
     given, spec, (B, Tq), Tk = item.given, item.spec, item.given.q.shape[:2], item.case.Tk
@@ -139,13 +139,11 @@ def empty(item: Item) -> None:
         ids = segments if segments is None else segments[:B, :Tk]
         given = Inputs(q[:B, :Tq], k[:B, :Tk], v[:B, :Tk], dout[:B, :Tq], ids)
         for name, t in item.run(given, item.spec).tensors.items():
-            zeros = t.shape == getattr(given, "q" if name == "out" else name[1:]).shape
-            text = f"batch {B}, {Tq} queries, {Tk} keys: {name} is {t}"
-            require(zeros and not t.any(), text)
+            fits = t.shape == getattr(given, "q" if name == "out" else name[1:]).shape
+            require(fits and not t.any(), f"batch {B}, {Tq} queries, {Tk} keys: {name} is {t}")
 
 
 def some_gradients(item: Item) -> None:
-    """Gradients of each input alone, and of all but it, twice from one graph."""
     names = ["q", "k", "v", *["sinks"] * item.spec.sinks]
     for wrt in (w for n in (1, len(names) - 1) for w in itertools.combinations(names, n)):
         item.compare(item.run(item.given, item.spec, wrt=wrt, times=2))
@@ -168,15 +166,6 @@ def again(item: Item) -> None:
     matrix.agree(got, proof.plain(given, spec), proof.truth(given, spec), item.dtype)
     require(all(map(torch.equal, first, before)), "a second call changed the first result")
     require(all(map(torch.equal, states, random_states())), "a random number was drawn")
-
-
-def autocast(item: Item) -> None:
-    context = torch.autocast(torch.device(item.device).type, torch.bfloat16)
-    accuracy(item, context(item.backend.attend))
-
-
-def inference(item: Item) -> None:
-    accuracy(item, torch.inference_mode()(item.backend.attend))
 
 
 def compiled(item: Item) -> None:
@@ -204,13 +193,9 @@ def same_bits(item: Item) -> None:
         require(same, f"{name} differs between runs")
 
 
-def probed(item: Item) -> None:
-    why = proof.probe(item.backend, item.spec, item.device, item.case.Tk).why
-    require(not why, "; ".join(why))
-
-
-def probed_at_length(item: Item) -> None:
-    why = proof.probe_long(item.backend, item.spec, item.device, (1, item.case.Tq, item.case.Tk))
+def probed(item: Item, long: bool = False) -> None:
+    of, Tk = (item.backend, item.spec, item.device), item.case.Tk
+    why = proof.probe_long(*of, (1, item.case.Tq, Tk)) if long else proof.probe(*of, Tk).why
     require(not why, "; ".join(why))
 
 
@@ -246,8 +231,10 @@ PROPERTIES: list[Row] = [
     (3, "empty", "lengths", empty, "5-gqa", ", packed, inference, inference-packed"),
     (2, "gradients of some inputs", "gradients", some_gradients, "17-gqa", ", sinks, packed, both"),
     (2, "other values in the same memory", "repeated calls", again, "33-gqa", SOME),
-    (1, "autocast", "surroundings", autocast, "33-gqa", SOME),
-    (1, "inference mode", "surroundings", inference, "33-gqa-inference"),
+    (1, "autocast", "surroundings", lambda item: accuracy(item, torch.autocast(
+        torch.device(item.device).type, torch.bfloat16)(item.backend.attend)), "33-gqa", SOME),
+    (1, "inference mode", "surroundings", lambda item: accuracy(
+        item, torch.inference_mode()(item.backend.attend)), "33-gqa-inference"),
     (2, "dropout rate", "dropout", rate,  # A mask may repeat in tiles of 128 queries and keys
      "16-gqa-B8-D16-dropout.25, 300-B1-D128-dropout.5, 20x128-gqa-B8-D128-dropout.5"),
     (6, "the same mask again", "dropout", replay,
@@ -274,7 +261,7 @@ def properties(dtype: str, length: int = 0, caps: Sequence[Caps] = (),
                quick: bool = False) -> Iterator[Item]:
     rows = [*PROPERTIES]
     if length:
-        rows.append((4, f"{length:,} tokens", "long sequences", probed_at_length,
+        rows.append((4, f"{length:,} tokens", "long sequences", partial(probed, long=True),
                      f"{length}-mqa-D64", ", window100", ", inference"))
     for row in caps:
         size = row.page_multiple
@@ -282,13 +269,15 @@ def properties(dtype: str, length: int = 0, caps: Sequence[Caps] = (),
         if "paged" in row.caches:
             rows.append((1, "smallest pages", "caches", probed, pages))
         if row.head_dim_max:
-            test, text = probed, pages if row.caches[0] == "paged" else f"64-gqa-{row.caches[0]}"
+            test: Any = probed
+            text = pages if row.caches[0] == "paged" else f"64-gqa-{row.caches[0]}"
             if "none" in row.caches:
                 test, text = accuracy, "33-gqa" if row.grad else "33-gqa-inference"
             rows.append((1, "largest head_dim", "causal", test, f"{text}-D{row.head_dim_max}"))
-    found: dict[str, Item] = {}  # by name
+    named = set[str]()
     for some, title, feature, test, *texts in rows:
         for case in cases(*texts)[: some if quick else None]:
             item = Item(case, dtype, test, (feature,), title, deterministic=test is same_bits)
-            found.setdefault(item.name, item)
-    yield from found.values()
+            if item.name not in named:
+                named.add(item.name)
+                yield item

@@ -19,13 +19,12 @@ def as_flash_attn() -> None:
         hint = "pip uninstall flash-attn, or import nanoattn's functions by name"
         raise ImportError(f"flash-attn is installed: as_flash_attn() would hide it ({hint})")
     public = {name: f for name, f in vars(functions).items() if name.startswith("flash_attn_")}
-    packages = {"flash_attn": public | {"__version__": "2.8.3"},
-                "flash_attn.flash_attn_interface": public, "flash_attn.layers": {},
-                "flash_attn.ops": {}, "flash_attn.ops.triton": {}}
+    packages = {"": public | {"__version__": "2.8.3"}, ".flash_attn_interface": public,
+                ".layers": {}, ".ops": {}, ".ops.triton": {}}
     made = {"flash_attn.bert_padding": bert_padding, "flash_attn.layers.rotary": rotary,
             "flash_attn.ops.triton.rotary": rotary}
-    for name, content in packages.items():
-        made[name] = ModuleType(name, "nanoattn's functions under flash-attn's name.")
+    for name, content in (("flash_attn" + n, content) for n, content in packages.items()):
+        made[name] = ModuleType(name)
         # Without a loader find_spec() works, and import_version() finds nothing.
         spec = ModuleSpec(name, None, is_package=True)
         vars(made[name]).update(content, __path__=[], __spec__=spec)

@@ -1,4 +1,4 @@
-"""flash_attn.bert_padding: a padded batch to the layout of the varlen functions, and back."""
+"""flash_attn.bert_padding: a padded batch for the varlen functions, and back."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
 
 def unpad_input(hidden_states: Tensor, attention_mask: Tensor,
                 unused_mask: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """Rows (total, ...) of hidden_states (B, T, ...) without padding, their indices (total,) int64,
-    cu_seqlens (B + 1,) int32, the longest length, and token counts (B,) int32; the host waits.
-    attention_mask (B, T): 1 for tokens; unused_mask (B, T): 1 for kept places without one."""
+    """Rows (total, ...) of hidden_states (B, T, ...), their indices (total,) int64, cu_seqlens
+    (B + 1,) int32, the longest length, and token counts (B,) int32; the host waits. attention_mask
+    (B, T): 1 for tokens; unused_mask (B, T): 1 for kept places without one."""
     spare = torch.zeros_like(attention_mask) if unused_mask is None else unused_mask
     kept = attention_mask.int() + spare.int()
     for name, mask in (("attention_mask", attention_mask), ("unused_mask", spare)):

@@ -1,5 +1,4 @@
-"""Arguments and kernels of flash-attn's calls. Fully masked rows have L = -inf (flash-attn:
-inf)."""
+"""Arguments and kernels of flash-attn's calls. Fully masked rows have L = -inf, not its inf."""
 
 from __future__ import annotations
 
@@ -70,7 +69,7 @@ def requested(sizes: dict[str, int], q: Tensor, layout: str, tensors: dict[str, 
     heads = sizes["H"], sizes["Hkv"], sizes["D"]
     if not all(heads) or heads[0] % heads[1]:
         wrong("q", f"of heads that are a multiple of the {heads[1]} key heads", q)
-    given = [q, *(t for t, _ in tensors.values() if t is not None)]
+    given = (q, *(t for t, _ in tensors.values() if t is not None))
     grad = torch.is_grad_enabled() and any(t.requires_grad for t in given)
     if slopes is not None:
         axes = "B H" if slopes.dim() > 1 else "H"
@@ -147,7 +146,6 @@ def seen(name: str, table: Tensor, pages: Tensor, Tq: Sequence[int], Tk: Sequenc
 
 
 def tokens(pages: Tensor, rows: list[tuple[Tensor, int]], starts: Sequence[int]) -> list[Tensor]:
-    """Tokens (n, Hkv, D) of each row of pages (pages, page_size, Hkv, D)."""
     texts = (pages[used[0]] if len(used) == 1 else pages[used].flatten(0, 1) for used, _ in rows)
     return [text[a:n] for text, (_, n), a in zip(texts, rows, starts)]
 
@@ -249,7 +247,6 @@ def dense(q: Tensor, k: Tensor, v: Tensor, request: Request, slopes: Tensor | No
 
 def texts(qs: Sequence[Tensor], ks: Sequence[Tensor], vs: Sequence[Tensor], request: Request,
           slopes: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:
-    """Compute out (Tq, H, D) and any L (H, Tq) of each text; those of one length are a batch."""
     alike: dict[tuple[int, int], list[int]] = {}
     for i, (q, k) in enumerate(zip(qs, ks)):
         alike.setdefault((len(q), len(k)), []).append(i)

@@ -1,6 +1,4 @@
-"""flash_attn_func, flash_attn_varlen_func, their packed forms, and flash_attn_with_kvcache.
-
-Sequences of several lengths are segments if a CUDA kernel reads each separately."""
+"""flash_attn_func, flash_attn_varlen_func, their packed forms, and flash_attn_with_kvcache."""
 
 from __future__ import annotations
 
@@ -27,10 +25,9 @@ def flash_attn_func(
     """q (B, Tq, H, D), k and v (B, Tk, Hkv, D) -> (B, Tq, H, D).
 
     window_size (left, right): query i sees keys i - left + Tk - Tq to i + right + Tk - Tq; -1: no
-    limit; causal: right=0. alibi_slopes: (H,) or (B, H) float32. deterministic needs
-    torch.use_deterministic_algorithms(True) on CUDA. return_attn_probs: (out, L, None), with the
-    log-sum-exp (B, H, Tq) float32; return_softmax_lse, as FlashAttention-3: (out, L). Raises
-    ValueError: arguments are not supported or contradict one another."""
+    limit; causal: right=0. alibi_slopes: (H,) or (B, H) float32. return_attn_probs: (out, L, None),
+    with the log-sum-exp (B, H, Tq) float32; return_softmax_lse: (out, L). Raises ValueError:
+    arguments are not supported or contradict one another."""
     request = requested(
         {}, q, "B Tq H D", {"k": (k, "B Tk Hkv D"), "v": (v, "B Tk Hkv D")}, dropout_p,
         softmax_scale, causal, window_size, softcap, alibi_slopes,
@@ -49,9 +46,9 @@ def flash_attn_varlen_func(
 ) -> Returned:
     """N concatenated sequences: out (total_q, H, D), L (H, total_q).
 
-    q (total_q, H, D), k and v (total_k, Hkv, D), or with block_table (N, pages of the longest)
-    int32 pages (pages, page_size, Hkv, D). cu_seqlens_q, cu_seqlens_k (N + 1,) int32 or int64:
-    starts, and the total. seqused_q, seqused_k (N,) int32: used tokens; other queries get zeros."""
+    q (total_q, H, D), k and v (total_k, Hkv, D), or with block_table (N, columns) int32 pages
+    (pages, page_size, Hkv, D). cu_seqlens_q, cu_seqlens_k (N + 1,) int32 or int64: starts, and the
+    total. seqused_q, seqused_k (N,) int32: used tokens; other queries get zeros."""
     layout = "total_k Hkv D" if block_table is None else "pages page_size Hkv D"
     sizes = {"ends": cu_seqlens_q.shape[0], "B": cu_seqlens_q.shape[0] - 1}
     request = requested(
@@ -98,11 +95,12 @@ def _segments(cu_seqlens: Tensor, total: int) -> Tensor:
 
 
 def _options_of(function: Callable[..., Returned]) -> Callable[..., Any]:
+    options = [p for p in signature(function).parameters.values() if p.name != "block_table"
+               and (p.default is not p.empty or p.kind is Parameter.VAR_KEYWORD)]
+
     def show(packed: Any) -> Any:
         shown = signature(packed)
         own = [p for p in shown.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
-        options = [p for p in signature(function).parameters.values() if p.name != "block_table"
-                   and (p.default is not p.empty or p.kind is Parameter.VAR_KEYWORD)]
         packed.__signature__ = shown.replace(parameters=[*own, *options])
         return packed
 
@@ -160,13 +158,12 @@ def flash_attn_with_kvcache(
         k_cache, v_cache: (B or more, S, Hkv, D); with block_table (pages, page_size, Hkv, D).
         k, v: (B, T_new, Hkv, D), new tokens.
         rotary_cos, rotary_sin: (positions, R): row cache_seqlens (or rotary_seqlens (B,)) + n
-            rotates the n-th new key, and query if causal or windowed (else that of n = 0).
+            rotates the n-th new key, and query if causal or windowed (else row n = 0).
         cache_seqlens: tokens before this call, (B,) int32 or one number; None: S.
-        cache_batch_idx: (B,) cache row of each row of q.
-        cache_leftpad: (B,) first slot that is read; cache_seqlens counts from 0.
-        block_table: (B, pages of the longest) int32 (page_table in FlashAttention-3).
-    Returns out (B, Tq, H, D), with return_softmax_lse also the log-sum-exp (B, H, Tq) float32. A
-    ValueError leaves the cache unchanged."""
+        cache_batch_idx, cache_leftpad: (B,), row in the cache, first slot that is read.
+        block_table: (B, columns) int32 (page_table in FlashAttention-3).
+    Returns out (B, Tq, H, D), and any L (B, H, Tq) float32. A ValueError leaves the cache as it
+    was."""
     table = page_table if block_table is None else block_table
     paged = table is not None
     sizes: dict[str, int] = {}
@@ -245,11 +242,9 @@ def flash_attn_with_kvcache(
         ks, vs = (calls.tokens(t, used, starts) for t in (k_cache, v_cache))
         outs, Ls = texts(q.unbind(), ks, vs, request, alibi_slopes)
         return returned(torch.stack(outs), torch.stack(Ls) if request.lse else None)
-    count = torch.full_like(total, Tq)
-    start = total - count
-    view: Any = PagedView(table, start, count)
+    start, count = total - Tq, torch.full_like(total, Tq)
+    view: Any = PagedView(table, start, count) if paged else StaticView(start, count, size)
     if not paged:
-        view = StaticView(start, count, size)
         these = slice(B) if cache_batch_idx is None else cache_batch_idx
         k_cache, v_cache = k_cache[these], v_cache[these]
     slopes = {} if alibi_slopes is None else {"alibi_slopes": alibi_slopes}

@@ -1,5 +1,4 @@
-"""flash_attn.layers.rotary and ops.triton.rotary: rotary position embeddings (Su et al. 2021, arXiv
-2104.09864).
+"""flash_attn.layers.rotary and ops.triton.rotary (Su et al. 2021, arXiv 2104.09864).
 
     (x_a, x_b) -> (x_a cos - x_b sin, x_a sin + x_b cos)    a, b = n, n + R, or 2 n, 2 n + 1
 
@@ -37,7 +36,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, at: Tensor, interleaved: bool) -
 
 
 def positions(x: Tensor, seqlen_offsets: int | Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-    """Positions (T,) or (B, T) of the tokens of x; with cu_seqlens (B + 1,) (total,)."""
     at = torch.arange(x.shape[-3], device=x.device)
     B, row = x.shape[0], None
     if cu_seqlens is not None:
@@ -70,8 +68,8 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, seqlen_offsets: int | Tens
 def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False,
                      inplace: bool = False, seqlen_offsets: int | Tensor = 0,
                      cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
-    """Rotate x (B, T, H, D), or with cu_seqlens (B + 1,) int32 (total, H, D). cos, sin: (positions,
-    R), R at most D / 2. seqlen_offsets: first positions, one or (B,). max_seqlen is not read."""
+    """Rotate x (B, T, H, D), or with cu_seqlens (B + 1,) (total, H, D). cos, sin: (positions, R), R
+    at most D / 2. seqlen_offsets: first positions, one or (B,)."""
     return apply_rotary(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen, interleaved, inplace)
 
 
@@ -143,13 +141,11 @@ class RotaryEmbedding(torch.nn.Module):
         cast = self.inv_freq.dtype != torch.float32  # the model was cast: too rough
         t = torch.arange(seqlen, device=device, dtype=torch.float32)
         angles = torch.outer(t, self._compute_inv_freq(device) if cast else self.inv_freq)
-        scale = torch.ones_like(angles)
+        cos, sin, scale = angles.cos(), angles.sin(), torch.ones_like(angles)
         if self.scale_base is not None:
             scale = self._compute_scale(device) ** ((t - seqlen // 2) / self.scale_base)[:, None]
-        self._cos_cached = (angles.cos() * scale).to(dtype)
-        self._sin_cached = (angles.sin() * scale).to(dtype)
-        self._cos_k_cached = (angles.cos() / scale).to(dtype)
-        self._sin_k_cached = (angles.sin() / scale).to(dtype)
+        self._cos_cached, self._sin_cached = (cos * scale).to(dtype), (sin * scale).to(dtype)
+        self._cos_k_cached, self._sin_k_cached = (cos / scale).to(dtype), (sin / scale).to(dtype)
 
     def forward(self, qkv: Tensor, kv: Tensor | None = None, seqlen_offset: int | Tensor = 0,
                 max_seqlen: int | None = None,

@@ -1,7 +1,5 @@
-"""Every backend here as an attention implementation of `transformers` (docs/HF.md).
-
-transformers calls `_mask` once a forward pass and kind of layer, and `_attend` in each layer.
-"""
+"""Every backend as an attention implementation of `transformers` (docs/HF.md), which calls `_mask`
+once a forward pass and kind of layer, and `_attend` in each layer."""
 
 from __future__ import annotations
 
@@ -22,9 +20,9 @@ from ..machine.system import autocast_dtype
 from ..masks import kept, symbolic
 from ..names import BACKENDS, RULES, get, is_backend, is_code
 from ..plan import Plans
-from ..probabilities import weights
 from ..select import Resolution
 from ..spec import Policy, Spec
+from ..truth import weights
 from .mask import Mask, Proof, prove
 
 PREFIX = "nanoattn:"
@@ -47,9 +45,8 @@ def names() -> dict[str, str]:
 
 
 def register(extra: Iterable[str] = (), policy: Policy = Policy()) -> None:
-    """Make backends, rules and `extra` names (files are run) attention implementations; again to
-    replace the policy. Raises ImportError: transformers is older than 4.53; ValueError: two names
-    give one attn_implementation."""
+    """Make backends, rules and `extra` names (files are run) attention implementations. Raises
+    ImportError: transformers is older than 4.53; ValueError: two names give one implementation."""
     global _policy
     _policy, known = policy, [*RULES, *BACKENDS, *extra, *_made]
     _made.clear()
@@ -73,20 +70,6 @@ def _add(name: str) -> str:
     return key
 
 
-def _ours(requested: str) -> str:
-    """The attn_implementation of a name. Raises ValueError: unknown name."""
-    known = {key.lower(): key for key in _made.values()}
-    if found := known.get(requested.lower()):
-        return found
-    name = requested[len(PREFIX) :]
-    name = name if is_backend(name) else name.lower()
-    if not is_backend(name):
-        accepted = ", ".join(known.values())
-        raise ValueError(f"attn_implementation={requested!r} is unknown; use {accepted}")
-    name = name if is_code(name) else get(name).name  # of an alias
-    return _made.get(name) or _add(name)
-
-
 @cache
 def _find_when_named() -> None:
     """Let transformers 5 take our names in any case, and files, but not from a config.json."""
@@ -100,8 +83,17 @@ def _find_when_named() -> None:
 
     @wraps(check)
     def with_ours(self: object, requested: str | None, *args: object, **kwargs: object) -> str:
-        if requested and requested.lower().startswith(PREFIX):
-            requested = _ours(requested)
+        known = {key.lower(): key for key in _made.values()}
+        if requested and requested.lower() in known:
+            requested = known[requested.lower()]
+        elif requested and requested.lower().startswith(PREFIX):
+            name = requested[len(PREFIX) :]
+            name = name if is_backend(name) else name.lower()
+            if not is_backend(name):
+                use = ", ".join(known.values())
+                raise ValueError(f"attn_implementation={requested!r} is unknown; use {use}")
+            name = name if is_code(name) else get(name).name  # of an alias
+            requested = _made.get(name) or _add(name)
         return check(self, requested, *args, **kwargs)
 
     @wraps(read)
@@ -117,9 +109,9 @@ def _find_when_named() -> None:
 def _drop_code(config: dict[str, Any]) -> None:
     for key, value in [*config.items()]:
         if key.endswith("attn_implementation"):
-            words = value.values() if isinstance(value, dict) else [value]
-            ours = [str(word) for word in words if str(word).lower().startswith(PREFIX)]
-            if any(is_code(name[len(PREFIX) :]) for name in ours):
+            words = map(str, value.values() if isinstance(value, dict) else [value])
+            if any(word.lower().startswith(PREFIX) and is_code(word[len(PREFIX) :])
+                   for word in words):
                 ignored = f"{key}={value!r} of the model's config is ignored"
                 warn(f"{ignored}: name it yourself to run it", stacklevel=2)
                 del config[key]
@@ -183,7 +175,6 @@ def _proof(mask: Tensor | None, window: int | None, is_causal: bool | None,
 
 
 def _check_packing(position_ids: Tensor, proof: Proof, mask: Tensor | None) -> None:
-    """Raise ValueError if position_ids (B or 1, Tq) restart where the mask joins texts."""
     if symbolic(position_ids) or (isinstance(mask, Mask) and mask.checked is position_ids):
         return
     begins = position_ids[:, 1:] <= position_ids[:, :-1]
@@ -207,8 +198,8 @@ def _attend(plans: Plans, module: torch.nn.Module, query: Tensor, key: Tensor, v
             s_aux: Tensor | None = None, is_causal: bool | None = None,
             output_attentions: bool | None = None, position_ids: Tensor | None = None,
             **others: object) -> tuple[Tensor, Tensor | None]:
-    """As AttentionInterface calls it: query (B, H, Tq, D), key and value (B, Hkv, Tk, D), s_aux
-    (H,) -> (B, Tq, H, D), and any weights (B, H, Tq, Tk). Raises BackendUnavailable."""
+    """query (B, H, Tq, D), key and value (B, Hkv, Tk, D), s_aux (H,) -> (B, Tq, H, D), and any
+    weights (B, H, Tq, Tk). Raises BackendUnavailable."""
     (B, H, Tq, D), (_, Hkv, Tk, _) = query.shape, key.shape
     try:
         if unknown := [n for n, x in others.items() if x is not None and n not in IGNORED]:
@@ -243,7 +234,7 @@ def _attend(plans: Plans, module: torch.nn.Module, query: Tensor, key: Tensor, v
     chosen = plans.choose(spec, str(query.device), (B, Tq, proof.end), label)
     calls = _calls.setdefault(module, {})
     call = spec, chosen.requested, chosen.backend.name, chosen.kernels
-    calls[call] = spec, chosen, calls[call][2] + 1 if call in calls else 1
+    calls[call] = spec, chosen, calls.get(call, (0, 0, 0))[2] + 1
     options: dict[str, Tensor] = {} if s_aux is None else {"sinks": s_aux}
     if proof.segments is not None:
         options["segments"] = proof.segments.to(query.device).expand(B, -1)
@@ -269,14 +260,14 @@ class Layer(NamedTuple):
     ran: tuple[tuple[Spec, Resolution, int], ...]  # and how many times
 
     def lines(self) -> tuple[str, ...]:
-        found = []
+        found: tuple[str, ...] = ()
         for spec, chosen, n in self.ran:
             kernels = ", ".join(chosen.kernels) or "plain operators"
             lost = "".join(f"; {n} refused: {'; '.join(w)}" for n, w in chosen.rejected.items())
             options, _, _ = str(spec).rpartition(", ")
-            found.append(f"{chosen.backend.name} (kernel: {kernels}), {n} call{'s' * (n > 1)}, "
-                         f"{options}, gradients {'on' if spec.grad else 'off'}{lost}")
-        return tuple(found) or ("NOT CALLED",)
+            found += (f"{chosen.backend.name} (kernel: {kernels}), {n} call{'s' * (n > 1)}, "
+                      f"{options}, gradients {'on' if spec.grad else 'off'}{lost}",)
+        return found or ("NOT CALLED",)
 
 
 class Report(tuple[Layer, ...]):
@@ -302,7 +293,6 @@ def report(model: torch.nn.Module) -> Report:
     inner = [n for n in modules if not any(other.startswith(f"{n}.") for other in modules)]
     layers = [Layer(n, tuple(_calls.get(modules[n], {}).values())) for n in inner]
     if not any(layer.ran for layer in layers):
-        raise RuntimeError(f"none of the {len(layers)} attention layers of {type(model).__name__} "
-                           "has run through nanoattn: call the model first, or it computes its "
-                           "attention itself")
+        raise RuntimeError(f"no attention layer of {len(layers)} in {type(model).__name__} has run "
+                           "through nanoattn: call the model first, or it computes its own")
     return Report(layers)

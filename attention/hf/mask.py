@@ -1,8 +1,9 @@
-"""A mask of `transformers` as window, `right` and segments, which visible() must reproduce."""
+"""A mask of `transformers` as window, `right` and segments."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from ..masks import mask as visible_mask
 
 @dataclass(frozen=True)
 class Proof:
-    """Window, `right` and segments over the first `end` keys; free places after them are masked."""
+    """Window, `right` and segments over the first `end` keys; later ones are masked."""
 
     queries: int
     end: int
@@ -58,23 +59,29 @@ class Mask(Tensor):
         out = super().__torch_function__(func, types, args, kwargs)
         # Copies, by generate(), keep their proof.
         if isinstance(out, Mask) and called in ("to", "detach", "contiguous", "clone"):
-            segments = args[0].proof.segments
-            segments = None if segments is None else segments.to(out.device)
-            out.implementation = args[0].implementation
-            out.proof = replace(args[0].proof, segments=segments)
+            proof, out.implementation = args[0].proof, args[0].implementation
+            segments = None if proof.segments is None else proof.segments.to(out.device)
+            out.proof = replace(proof, segments=segments)
         return out
 
 
 def prove(mask: Tensor, window: int | None = None, real: Tensor | None = None,
           causal: bool = True) -> Proof:
-    """Decompose a mask: causal with a window and segments; each query of a row sees the same run of
-    keys; or a window to both sides, and segments. Else ValueError, with the entry. The host
-    waits.
+    """Decompose a mask: causal, with a window and segments; one run of keys for all queries of a
+    row; or a window to both sides, and segments. Else ValueError with the entry. The host waits.
 
     mask: (B or 1, 1, Tq, Tk), True or 0.0 where visible, else False or the minimum. window: a
-    causal layer's; None: the mask's. real: (B, Tq) bool, True for tokens, whose rows are compared;
-    None: rows with a visible key. causal: the model's request."""
-    seen = _entries(mask)  # (B, Tq, Tk)
+    causal layer's; None: the mask's. real: (B, Tq) bool, True for tokens; None: rows with a visible
+    key. causal: the model's request."""
+    if mask.dim() != 4 or mask.shape[1] != 1:
+        raise ValueError(f"shape {tuple(mask.shape)}, expected (batch, 1, queries, keys)")
+    seen = mask[:, 0]  # (B, Tq, Tk)
+    if mask.dtype != torch.bool:
+        if not mask.is_floating_point():
+            raise ValueError(f"dtype {mask.dtype}, expected bool or floating point")
+        seen, least = seen == 0, torch.finfo(mask.dtype).min
+        if not bool((seen | (mask[:, 0] <= least / 2)).all()):
+            raise ValueError("entries other than 0 and the minimum: a bias, not a mask")
     tokens = seen.any(-1) if real is None else real
     why = ValueError("not causal, and not a window to both sides or one run of keys in each row")
     if causal:
@@ -84,13 +91,11 @@ def prove(mask: Tensor, window: int | None = None, real: Tensor | None = None,
             why = e
     if proof := _same_keys(seen):
         return proof
-    try:
+    with suppress(ValueError):
         proof = _band(seen, tokens, None, causal=False)
-    except ValueError:
-        raise why from None
-    if causal and proof.right == 0:
-        raise why
-    return proof
+        if not causal or proof.right:
+            return proof
+    raise why
 
 
 def _same_keys(seen: Tensor) -> Proof | None:
@@ -109,7 +114,6 @@ def _same_keys(seen: Tensor) -> Proof | None:
 
 
 def _band(seen: Tensor, real: Tensor, window: int | None, causal: bool) -> Proof:
-    """A causal mask, or a window to both sides for Tq == Tk; perhaps with segments."""
     Tq, Tk = seen.shape[1:]
     if Tq != Tk and not causal:
         raise ValueError(f"not causal, with {Tq} queries and {Tk} keys")
@@ -125,12 +129,11 @@ def _band(seen: Tensor, real: Tensor, window: int | None, causal: bool) -> Proof
         raise ValueError(f"not causal: query {n} of {Tq} sees key {n + offset} of {Tk}")
 
     seen = seen[:, :, :end]
-    # Neighbors share a text if one sees the other, or both are padding.
     sees_last = seen.diagonal(offset - 1, 1, 2)
     joined = F.pad(sees_last, (Tq - sees_last.shape[1], 0))[:, 1:]
     if not causal:
         joined = joined | (seen.diagonal(1, 1, 2) & real[:, :-1])
-    joined = torch.where(real[:, 1:], joined, ~real[:, :-1])
+    joined = torch.where(real[:, 1:], joined, ~real[:, :-1])  # also paddings share a text
     ids = (1 + F.pad(~joined, (1, 0)).cumsum(1)).int()
     earlier = torch.where(seen[:, 0, :offset], ids[:, :1], 0)  # before the first query
     texts = torch.cat([earlier, torch.where(real, ids, 0)], dim=1)
@@ -150,16 +153,3 @@ def _band(seen: Tensor, real: Tensor, window: int | None, causal: bool) -> Proof
     b, i_, j = differs.nonzero()[0].tolist()
     word, known = "sees" if seen[b, i_, j] else "misses", f"window {window}" if window else "causal"
     raise ValueError(f"not just {known} and segments: query {i_} of row {b} {word} key {j}")
-
-
-def _entries(mask: Tensor) -> Tensor:
-    if mask.dim() != 4 or mask.shape[1] != 1:
-        raise ValueError(f"shape {tuple(mask.shape)}, expected (batch, 1, queries, keys)")
-    if mask.dtype == torch.bool:
-        return mask[:, 0]
-    if not mask.is_floating_point():
-        raise ValueError(f"dtype {mask.dtype}, expected bool or floating point")
-    seen = mask == 0
-    if not bool((seen | (mask <= torch.finfo(mask.dtype).min / 2)).all()):
-        raise ValueError("entries other than 0 and the minimum: a bias, not a mask")
-    return seen[:, 0]

@@ -6,10 +6,9 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., object])
@@ -22,14 +21,11 @@ PATIENCE = 600  # seconds
 def apart(device: str | torch.device, function: Callable[[], T]) -> T:
     """Return function() from a new thread. Raises RuntimeError: in a CUDA graph capture, after a
     hang."""
-    import torch
-
     if getattr(_inside, "now", False):  # a kernel calls attention
         return function()
     on = torch.device(device)
     if on.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "no kernel was chosen for this CUDA graph: call model.plan() or the function before")
+        raise RuntimeError("no kernel was chosen before this CUDA graph: call model.plan() first")
     result: Future[T] = Future()
 
     def run() -> None:
@@ -41,8 +37,7 @@ def apart(device: str | torch.device, function: Callable[[], T]) -> T:
             result.set_exception(e)
 
     # In autograd's thread a tried kernel must not wait.
-    in_backward = torch._C._current_graph_task_id() != -1
-    lock = threading.Lock() if in_backward else _lock
+    lock = _lock if torch._C._current_graph_task_id() == -1 else threading.Lock()
     if not lock.acquire(timeout=PATIENCE):
         raise RuntimeError(f"another thread has been choosing a kernel for {PATIENCE:,} s")
     try:

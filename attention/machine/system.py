@@ -1,4 +1,4 @@
-"""Processor, packages, autocast, profiler. Functions import torch."""
+"""Processor, packages, autocast, profiler."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 from types import FunctionType
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
-if TYPE_CHECKING:
-    import torch
+import torch
+from torch.autograd import profiler_legacy
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -32,21 +32,17 @@ def cpu_name() -> str | None:
         info = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
         return None
-    found = re.search(r"^model name\s*:\s*(.+)$", info, re.MULTILINE)
-    return found[1].strip() if found else None
+    found = re.search(r"^model name\s*:\s*(.*\S)", info, re.MULTILINE)
+    return found and found[1]
 
 
 def bfloat16_units() -> str:
     """For bfloat16 products: "AMX", "AVX512_BF16" or ""."""
-    import torch
-
     has = torch.cpu.get_capabilities()
     return "AMX" if has.get("amx_bf16") else "AVX512_BF16" if has.get("avx512_bf16") else ""
 
 
 def devices() -> list[str]:
-    import torch
-
     numbered = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
     mps = ["mps"] if torch.backends.mps.is_available() else []
     return ["cpu", *["cuda"] * bool(numbered), *numbered, *mps]
@@ -69,15 +65,15 @@ def import_version(package: str) -> str | None:
             return None  # "a.b" where a is missing
         why = f"{type(e).__name__}: {e}"
         if len(owners := versions()) > 1:  # flash-attn 2.8 and flash-attn-4
-            both = " and ".join(f"{name} {version}" for name, version in owners.items())
+            both = " and ".join(map(" ".join, owners.items()))
             why += f"; {both} share a folder: pip install --force-reinstall --no-deps one of them"
         return why
     version = str(getattr(module, "__version__", ""))
     if re.match(r"[\d.]*[1-9]", version):
         return version
-    # none, or 0.0.0 under a former name
-    numbers = lambda text: [int(n) for n in re.findall(r"\d+", text)]  # noqa: E731
-    return max(versions().values(), key=numbers, default=UNKNOWN_VERSION)
+    # None, or 0.0.0 under a former name.
+    return max(versions().values(), default=UNKNOWN_VERSION,
+               key=lambda text: [int(n) for n in re.findall(r"\d+", text)])
 
 
 def first_line(e: BaseException) -> str:
@@ -89,7 +85,6 @@ def first_line(e: BaseException) -> str:
 
 
 def loses_device(e: BaseException) -> bool:
-    """True if CUDA refuses all further work after this error."""
     return isinstance(e, RuntimeError) and bool(LOST.search(str(e)))
 
 
@@ -101,8 +96,6 @@ def own_code(f: Callable[P, R], name: str) -> Callable[P, R]:
 
 
 def synchronize(device: torch.device) -> None:
-    import torch
-
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type == "mps":
@@ -110,16 +103,12 @@ def synchronize(device: torch.device) -> None:
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    import torch
-
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return None
     return torch.get_autocast_dtype(device_type)
 
 
 def autocast_off(t: torch.Tensor) -> AbstractContextManager[object]:
-    import torch
-
     kind = t.device.type
     return torch.autocast(kind, enabled=False) if autocast_dtype(kind) else nullcontext()
 
@@ -127,16 +116,12 @@ def autocast_off(t: torch.Tensor) -> AbstractContextManager[object]:
 @contextmanager
 def profiled(names: list[str]) -> Iterator[None]:
     """Append operators that this thread runs to `names`, without disturbing a torch.profiler."""
-    from torch.autograd import profiler_legacy
-
     with profiler_legacy.profile() as profile:
         yield
     names += dict.fromkeys(event.name for event in profile.function_events or ())
 
 
 def kineto(device_type: str) -> torch.profiler.profile:
-    import torch
-
     # Silences "USDT: ... profiler_start" of torch 2.13.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     kinds = torch.profiler.ProfilerActivity

@@ -18,7 +18,7 @@ from ..caps import Backend, BackendUnavailable
 from ..masks import filled_cache
 from ..proof import KernelFailed, attempt, attend_of, draw_inputs, probe
 from ..select import Shape, admit
-from ..spec import Machine, Policy, Spec
+from ..spec import BUFFERS, Machine, Policy, Spec
 from .system import own_code, synchronize
 
 BUDGET_S = 0.5  # a call
@@ -46,7 +46,7 @@ Calls = dict[tuple[str, Spec], tuple[Call, float]]  # and its approximate second
 
 
 def declared(name: str, spec: Spec, machine: Machine, policy: Policy) -> tuple[Row, Backend | None]:
-    """The backend is None if its code does not load."""
+    """None: its code does not load."""
     try:
         backend, why = admit(name, spec, machine, policy)
     except BackendUnavailable as e:
@@ -91,20 +91,20 @@ def measure(names: Iterable[str], modes: Sequence[Spec], machine: Machine, polic
 
 def race(calls: Calls, device: torch.device) -> Mapping[tuple[str, Spec], float]:
     """Median seconds of each call, in interleaved rounds."""
-    many = {key: min(20, max(1, round(SAMPLE_S / s))) for key, (_, s) in calls.items()}
-    rounds = {key: min(100, max(3, round(BUDGET_S / s / many[key])))
-              for key, (_, s) in calls.items()}
     taken: dict[tuple[str, Spec], list[float]] = {key: [] for key in calls}
-    order = random.Random(0)
-    while going := [key for key in calls if len(taken[key]) < rounds[key]]:
+    order, going = random.Random(0), [*calls]
+    while going:
         order.shuffle(going)
-        for key in going:
-            taken[key].append(time_call(calls[key][0], device, many[key]))
+        for key in [*going]:
+            call, s = calls[key]
+            n = min(20, max(1, round(SAMPLE_S / s)))
+            taken[key].append(time_call(call, device, n))
+            if len(taken[key]) >= min(100, max(3, round(BUDGET_S / s / n))):
+                going.remove(key)
     return {key: statistics.median(samples) for key, samples in taken.items()}
 
 
 def warmed_up(call: Call, device: torch.device) -> float:
-    """Approximate seconds of a call."""
     time_call(call, device)  # compiles, loads, allocates
     samples = [time_call(call, device)]
     while len(samples) < 3 and sum(samples) < BUDGET_S:
@@ -113,11 +113,10 @@ def warmed_up(call: Call, device: torch.device) -> float:
 
 
 def calls_of(spec: Spec, device: torch.device, shape: Shape) -> Callable[[Backend, Spec], Call]:
-    """A maker of calls, with backward if the Spec has gradients, on inputs as in a model."""
     B, Tq, Tk = shape
     given = draw_inputs(spec, device, shape, torch.Generator().manual_seed(0))
     options: dict[str, Any] = dict(given.options)
-    if spec.cache in ("static", "paged"):
+    if spec.cache in BUFFERS:
         k, v, view = filled_cache(given.k, given.v, spec)
         given = given._replace(k=k, v=v)
         options["cache"] = view([Tk - Tq] * B, [Tq] * B)
@@ -125,21 +124,20 @@ def calls_of(spec: Spec, device: torch.device, shape: Shape) -> Callable[[Backen
     def make(backend: Backend, spec: Spec) -> Call:
         attend = attend_of(backend, spec)
 
-        def forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        def run(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
             return attend(q, k, v, spec, **options)
 
-        run = forward
         if spec.compiled:
-            run = torch.compile(own_code(forward, f"forward_{backend.name}"), dynamic=False)
-        tensors = [*given[:3], *([] if given.sinks is None else [given.sinks])]
-        leaves = [t.detach().requires_grad_(spec.grad) for t in tensors]
-        own = options | ({} if given.sinks is None else {"sinks": leaves[3]})
+            run = torch.compile(own_code(run, f"forward_{backend.name}"), dynamic=False)
+        tensors = {"q": given.q, "k": given.k, "v": given.v}
+        tensors |= {} if given.sinks is None else {"sinks": given.sinks}
+        leaves = {name: t.detach().requires_grad_(spec.grad) for name, t in tensors.items()}
 
         def call() -> None:
             with torch.set_grad_enabled(spec.grad):
-                out = run(*leaves[:3], **own)
+                out = run(**options | leaves)
                 if spec.grad:
-                    torch.autograd.grad(out, leaves, given.dout)
+                    torch.autograd.grad(out, [*leaves.values()], given.dout)
 
         return call
 
@@ -169,7 +167,6 @@ class Clock:
         return self.stamp()
 
     def stop(self) -> Stamp:
-        """Stamp the end of all work; earlier stamps are then readable."""
         stamp = self.stamp()
         synchronize(self.device)
         return stamp if self.device.type == "cuda" else self.stamp()
@@ -179,7 +176,6 @@ class Clock:
 
 
 def time_call(call: Callable[[], object], device: torch.device, n: int = 1) -> float:
-    """Mean seconds of n calls in a row."""
     clock = Clock(device)
     start = clock.start()
     for _ in range(n):
@@ -201,8 +197,7 @@ def table(rows: Sequence[Row], modes: Sequence[Spec]) -> str:
         lines += aligned([["runs there", ""], *([row.name, row.title] for row in able)], "<")
     for note in dict.fromkeys(note for row in able for note in row.notes):
         lines.append(f"- {', '.join(row.name for row in able if note in row.notes)}: {note}")
-    if len(able) < len(rows):
-        lines += ["", "does not run"]
+    lines += ["", "does not run"] * (len(able) < len(rows))
     wide = max(len(row.name) for row in rows)
     for row in rows:
         for n, why in enumerate(row.why):

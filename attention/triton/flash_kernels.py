@@ -7,8 +7,8 @@
 
 Without atomics each sum has a fixed order; the price: both backward kernels compute S and dP.
 
-Visible tiles   Each row sees one interval of keys, whose ends never decrease from row to row; so a
-                block visits one run of tiles, whose inner ones need no mask:
+Visible tiles   Each row sees one interval of keys, whose ends never decrease from row to row: a
+                block visits one run of tiles, and the inner ones need no mask:
 
                     begin       inner_begin     inner_end       end
                       |  / x x x x | x x x x x x x | x           |
@@ -16,8 +16,8 @@ Visible tiles   Each row sees one interval of keys, whose ends never decrease fr
                       |      / x x | x x x x x x x | x x x       |
 
 exp2            Scores, m_i and L_i are in units of log 2: S_ij is multiplied by `unit`.
-Sizes           Tiles are padded to BLOCK_D columns. Their address has 64 bits, offsets inside 32.
-float32         is multiplied in float32 (input_precision="ieee"), not TF32."""
+Sizes           Tiles have BLOCK_D columns; their address has 64 bits, offsets inside 32.
+float32         is multiplied in float32 ("ieee"), not TF32."""
 
 # mypy: allow-untyped-defs
 
@@ -53,15 +53,7 @@ def unit_of_scores(tau, softcap):
 
 
 @triton.jit
-def alibi_distance(i, j, offset, Slopes, bh, tau, softcap):
-    """ALiBi's bias without its minus, in units of S_ij."""
-    slope = tl.load(Slopes + bh) / (unit_of_scores(tau, softcap) / LOG2_E)
-    return slope * tl.abs(i + offset - j).to(tl.float32)
-
-
-@triton.jit
 def block_of_queries(Tq, H, BLOCK_M: tl.constexpr):
-    """First row, b * H + h, b, h."""
     n_blocks = (Tq + BLOCK_M - 1) // BLOCK_M
     bh = tl.program_id(0) // n_blocks
     i0 = (n_blocks - 1 - tl.program_id(0) % n_blocks) * BLOCK_M
@@ -99,79 +91,68 @@ def load_rows(X, start, T, stride, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
 
 
 @triton.jit
-def store_rows(
-    X, x, start, T, stride, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
-):
-    """X[start : start + BLOCK] = x, clipped."""
+def store_rows(X, x, start, T, stride, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
+               BLOCK_D: tl.constexpr):
     t, d = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK_D)[None, :]
     tile = X + tl.cast(start, tl.int64) * stride + (t * stride + d)
     tl.store(tile, x.to(X.dtype.element_ty), mask=(start + t < T) & (d < HEAD_DIM))
 
 
 @triton.jit
-def first_key(i, offset, window, Run):
-    """Run[i] is the first key of query i's segment."""
-    first = i * 0
-    if window is not None:
-        first = tl.maximum(first, i + offset - window + 1)
+def interval(t, shift, T, before, after, low, high, Run):
+    """First and last that row t sees. Run[t], Run[T + t]: those of its segment."""
+    first, last = t * 0 + low, t * 0 + high
+    if before is not None:
+        first = tl.maximum(first, t + shift - before)
+    if after is not None:
+        last = tl.minimum(last, t + shift + after)
     if Run is not None:
-        first = tl.maximum(first, tl.load(Run + i))
-    return first
+        first = tl.maximum(first, tl.load(Run + t))
+        last = tl.minimum(last, tl.load(Run + T + t))
+    return first, last
 
 
 @triton.jit
-def last_key(i, Tq, Tk, offset, right, Run):
-    """Run[Tq + i] is the last key of query i's segment."""
-    last = tl.minimum(i + offset + right, Tk - 1)
-    if Run is not None:
-        last = tl.minimum(last, tl.load(Run + Tq + i))
-    return last
+def seen_by(t0, shift, T, before, after, low, high, Run, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """interval() of each row from t0 on; from `low` on [begin, end) and [inner_begin, inner_end)
+    of the block's tiles, by its first and last row."""
+    t, t_last = tl.minimum(t0 + tl.arange(0, ROWS), T - 1), tl.minimum(t0 + ROWS, T) - 1
+    first, last = interval(t, shift, T, before, after, low, high, Run)
+    first_of_first, last_of_first = interval(t0, shift, T, before, after, low, high, Run)
+    first_of_last, last_of_last = interval(t_last, shift, T, before, after, low, high, Run)
+    begin = tl.maximum(first_of_first - low, 0) // BLOCK * BLOCK
+    inner_begin = (tl.maximum(first_of_last - low, 0) + BLOCK - 1) // BLOCK * BLOCK
+    inner_end = tl.maximum(last_of_first + 1 - low, 0) // BLOCK * BLOCK
+    return (first, last, begin, inner_begin, tl.maximum(inner_end, inner_begin),
+            tl.maximum(last_of_last + 1 - low, 0))
 
 
 @triton.jit
-def first_position(j, start, right, Run):
-    first = tl.maximum(j - right, start)
-    if Run is not None:
-        first = tl.maximum(first, tl.load(Run + j))
-    return first
-
-
-@triton.jit
-def last_position(j, end, Tk, window, Run):
-    """Run[Tk + j] is the last position of key j's segment."""
-    last = j * 0 + end - 1
-    if window is not None:
-        last = tl.minimum(last, j + window - 1)
-    if Run is not None:
-        last = tl.minimum(last, tl.load(Run + Tk + j))
-    return last
-
-
-@triton.jit
-def visible_tiles(first_begin, first_end, last_begin, last_end, BLOCK: tl.constexpr):
-    """[begin, end) and [inner_begin, inner_end) of a block, by what its first and last row see."""
-    begin = tl.maximum(first_begin, 0) // BLOCK * BLOCK
-    inner_begin = (tl.maximum(last_begin, 0) + BLOCK - 1) // BLOCK * BLOCK
-    inner_end = tl.maximum(tl.maximum(first_end, 0) // BLOCK * BLOCK, inner_begin)
-    return begin, inner_begin, inner_end, tl.maximum(last_end, 0)
-
-
-@triton.jit
-def keys_seen(i0, Tq, Tk, offset, window, right, Run, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    i = tl.minimum(i0 + tl.arange(0, BLOCK_M), Tq - 1)
-    i_last = tl.minimum(i0 + BLOCK_M, Tq) - 1
-    last = last_key(i, Tq, Tk, offset, right, Run)
-    first_end = last_key(i0, Tq, Tk, offset, right, Run) + 1
-    last_end = last_key(i_last, Tq, Tk, offset, right, Run) + 1
-    if window is None and Run is None:
-        first = last * 0
-        begin, inner_begin, inner_end, end = visible_tiles(0, first_end, 0, last_end, BLOCK_N)
+def loop_of(begin, inner_begin, inner_end, end, MASKED: tl.constexpr):
+    """A loop over the inner tiles, or over both ends: start, stop, what it skips between."""
+    if MASKED:
+        return begin, end - (inner_end - inner_begin), inner_end - inner_begin
     else:
-        first = first_key(i, offset, window, Run)
-        begin, inner_begin, inner_end, end = visible_tiles(
-            first_key(i0, offset, window, Run), first_end,
-            first_key(i_last, offset, window, Run), last_end, BLOCK_N)
-    return first, last, begin, inner_begin, inner_end, end
+        return inner_begin, inner_end, 0
+
+
+@triton.jit
+def scores(S, p, j, a, b, c, d, tau, softcap, Slopes, bh, MASKED: tl.constexpr, BOTH: tl.constexpr):
+    """q . k of positions p and j, after softcap, ALiBi and mask (a <= b, if BOTH also c <= d), in
+    units of unit_of_scores(); and the softcap's slope."""
+    slope = S
+    if softcap is not None:
+        S = tanh(S * (tau / softcap))
+        slope = 1 - S * S  # before the mask: 0 * inf is NaN
+    if Slopes is not None:
+        m = tl.load(Slopes + bh) / (unit_of_scores(tau, softcap) / LOG2_E)
+        S -= m * tl.abs(p - j).to(tl.float32)
+    if MASKED:
+        seen = a <= b
+        if BOTH:
+            seen = seen & (c <= d)
+        S = tl.where(seen, S, float("-inf"))
+    return S, slope
 
 
 @triton.jit
@@ -197,21 +178,21 @@ def forward_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
     """O_i = softmax(S_i) V and L_i = log2 sum_j 2^S_ij."""
+    BOTH: tl.constexpr = window is not None or Run is not None
+    before = window if window is None else window - 1
     i0, bh, b, h = block_of_queries(Tq, H, BLOCK_M)
     Q += b * q_b + h * q_h
     K += b * k_b + h // GROUP * k_h
     V += b * v_b + h // GROUP * v_h
     O += (b * Tq * H + h) * HEAD_DIM
     L += bh.to(tl.int64) * Tq
-    if Run is not None:
-        Run += b * 2 * Tq
-    if Seed is not None:
-        seed = tl.load(Seed)
+    run = Run if Run is None else Run + b * 2 * Tq
+    seed = Seed if Seed is None else tl.load(Seed)
 
-    first, last, begin, inner_begin, inner_end, end = keys_seen(
-        i0, Tq, Tk, offset, window, right, Run, BLOCK_M, BLOCK_N
-    )
+    first, last, begin, inner_begin, inner_end, end = seen_by(
+        i0, offset, Tq, before, right, 0, Tk - 1, run, BLOCK_M, BLOCK_N)
     i = i0 + tl.arange(0, BLOCK_M)
+    p = i[:, None] + offset
     Q_i = load_rows(Q, i0, Tq, q_t, BLOCK_M, HEAD_DIM, BLOCK_D, True)
     O_i = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     l_i = tl.zeros((BLOCK_M,), tl.float32)
@@ -221,27 +202,14 @@ def forward_kernel(
         l_i += 1.0
     unit = unit_of_scores(tau, softcap)
     for MASKED in tl.static_range(2):  # inner tiles, then both ends
-        if MASKED:
-            start, stop = begin, end - (inner_end - inner_begin)
-        else:
-            start, stop = inner_begin, inner_end
+        start, stop, skip = loop_of(begin, inner_begin, inner_end, end, MASKED)
         for n in range(start, stop, BLOCK_N):
-            j0 = n
-            if MASKED:
-                j0 = tl.where(n < inner_begin, n, n + (inner_end - inner_begin))
+            j0 = tl.where(n < inner_begin, n, n + skip)
+            j = j0 + tl.arange(0, BLOCK_N)[None, :]
             K_j = load_rows(K, j0, Tk, k_t, BLOCK_N, HEAD_DIM, BLOCK_D, MASKED)
             S_ij = tl.dot(Q_i, tl.trans(K_j), input_precision="ieee")  # (BLOCK_M, BLOCK_N)
-            if softcap is not None:
-                S_ij = tanh(S_ij * (tau / softcap))
-            if Slopes is not None:
-                j_all = j0 + tl.arange(0, BLOCK_N)
-                S_ij -= alibi_distance(i[:, None], j_all[None, :], offset, Slopes, bh, tau, softcap)
-            if MASKED:
-                j = j0 + tl.arange(0, BLOCK_N)
-                seen = j[None, :] <= last[:, None]
-                if window is not None or Run is not None:
-                    seen = seen & (j[None, :] >= first[:, None])
-                S_ij = tl.where(seen, S_ij, float("-inf"))
+            S_ij, _ = scores(S_ij, p, j, j, last[:, None], first[:, None], j, tau, softcap, Slopes,
+                             bh, MASKED, BOTH)
             m_new = tl.maximum(m_i, tl.max(S_ij, axis=1) * unit)
             P_tilde_ij = tl.exp2(S_ij * unit - m_new[:, None])
             rescale = tl.exp2(m_i - m_new)
@@ -270,26 +238,24 @@ def dq_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr,
 ):
     """dQ_i = tau * sum_j dS_ij K_j, and delta_i for dkdv_kernel."""
+    BOTH: tl.constexpr = window is not None or Run is not None
+    before = window if window is None else window - 1
     i0, bh, b, h = block_of_queries(Tq, H, BLOCK_M)
     Q += b * q_b + h * q_h
-    K += b * k_b + h // GROUP * k_h
-    V += b * v_b + h // GROUP * v_h
     dO += b * do_b + h * do_h
     O += (b * Tq * H + h) * HEAD_DIM
     dQ += b * d_b + h * HEAD_DIM
     L += bh.to(tl.int64) * Tq
     Delta += bh.to(tl.int64) * Tq
-    if Run is not None:
-        Run += b * 2 * Tq
-    if Seed is not None:
-        seed = tl.load(Seed)
+    run = Run if Run is None else Run + b * 2 * Tq
+    seed = Seed if Seed is None else tl.load(Seed)
 
-    K = rows_of(K, Tk, k_t, BLOCK_N, HEAD_DIM, BLOCK_D, TMA)
-    V = rows_of(V, Tk, v_t, BLOCK_N, HEAD_DIM, BLOCK_D, TMA)
-    first, last, begin, inner_begin, inner_end, end = keys_seen(
-        i0, Tq, Tk, offset, window, right, Run, BLOCK_M, BLOCK_N
-    )
+    K = rows_of(K + b * k_b + h // GROUP * k_h, Tk, k_t, BLOCK_N, HEAD_DIM, BLOCK_D, TMA)
+    V = rows_of(V + b * v_b + h // GROUP * v_h, Tk, v_t, BLOCK_N, HEAD_DIM, BLOCK_D, TMA)
+    first, last, begin, inner_begin, inner_end, end = seen_by(
+        i0, offset, Tq, before, right, 0, Tk - 1, run, BLOCK_M, BLOCK_N)
     i = i0 + tl.arange(0, BLOCK_M)
+    p = i[:, None] + offset
     dO_i = load_rows(dO, i0, Tq, do_t, BLOCK_M, HEAD_DIM, BLOCK_D, True)
     O_i = load_rows(O, i0, Tq, H * HEAD_DIM, BLOCK_M, HEAD_DIM, BLOCK_D, True)
     delta_i = tl.sum(dO_i.to(tl.float32) * O_i.to(tl.float32), axis=1)
@@ -299,28 +265,14 @@ def dq_kernel(
     dQ_i = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     unit = unit_of_scores(tau, softcap)
     for MASKED in tl.static_range(2):
-        if MASKED:
-            start, stop = begin, end - (inner_end - inner_begin)
-        else:
-            start, stop = inner_begin, inner_end
+        start, stop, skip = loop_of(begin, inner_begin, inner_end, end, MASKED)
         for n in range(start, stop, BLOCK_N):
-            j0 = n
-            if MASKED:
-                j0 = tl.where(n < inner_begin, n, n + (inner_end - inner_begin))
+            j0 = tl.where(n < inner_begin, n, n + skip)
+            j = j0 + tl.arange(0, BLOCK_N)[None, :]
             K_j = load_rows(K, j0, Tk, k_t, BLOCK_N, HEAD_DIM, BLOCK_D, MASKED, TMA)
             S_ij = tl.dot(Q_i, tl.trans(K_j), input_precision="ieee")  # (BLOCK_M, BLOCK_N)
-            if softcap is not None:
-                S_ij = tanh(S_ij * (tau / softcap))
-                slope = 1 - S_ij * S_ij  # 0 * inf is NaN
-            if Slopes is not None:
-                j_all = j0 + tl.arange(0, BLOCK_N)
-                S_ij -= alibi_distance(i[:, None], j_all[None, :], offset, Slopes, bh, tau, softcap)
-            if MASKED:
-                j = j0 + tl.arange(0, BLOCK_N)
-                seen = j[None, :] <= last[:, None]
-                if window is not None or Run is not None:
-                    seen = seen & (j[None, :] >= first[:, None])
-                S_ij = tl.where(seen, S_ij, float("-inf"))
+            S_ij, slope = scores(S_ij, p, j, j, last[:, None], first[:, None], j, tau, softcap,
+                                 Slopes, bh, MASKED, BOTH)
             P_ij = tl.exp2(S_ij * unit - L_i[:, None])
             if softcap is not None:
                 P_ij *= slope  # for dS_ij; here it frees registers
@@ -343,6 +295,8 @@ def dkdv_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr,
 ):
     """dV_j = sum_i P_ij dO_i, dK_j = tau * sum_i dS_ij Q_i. Transposed, to stay in registers."""
+    BOTH: tl.constexpr = window is not None or Run is not None
+    after = window if window is None else window - 1
     n_blocks = (Tk + BLOCK_N - 1) // BLOCK_N
     bg = tl.program_id(0) // n_blocks
     j0 = tl.program_id(0) % n_blocks * BLOCK_N
@@ -352,22 +306,13 @@ def dkdv_kernel(
     V += b * v_b + g * v_h
     dK += b * d_b + g * HEAD_DIM
     dV += b * d_b + g * HEAD_DIM
-    if Run is not None:
-        Run += b * 2 * Tk
-    if Seed is not None:
-        seed = tl.load(Seed)
+    run = Run if Run is None else Run + b * 2 * Tk
+    seed = Seed if Seed is None else tl.load(Seed)
 
-    j = tl.minimum(j0 + tl.arange(0, BLOCK_N), Tk - 1)  # keys past the end are not stored
-    j_last = tl.minimum(j0 + BLOCK_N, Tk) - 1
-    p_end = Tq + offset
-    seen_from = first_position(j, offset, right, Run)
-    seen_to = last_position(j, p_end, Tk, window, Run)
-    begin, inner_begin, inner_end, end = visible_tiles(
-        first_position(j0, offset, right, Run) - offset,
-        last_position(j0, p_end, Tk, window, Run) + 1 - offset,
-        first_position(j_last, offset, right, Run) - offset,
-        last_position(j_last, p_end, Tk, window, Run) + 1 - offset, BLOCK_M)
-
+    # Keys past the end are not stored.
+    first, last, begin, inner_begin, inner_end, end = seen_by(
+        j0, 0, Tk, right, after, offset, Tq + offset - 1, run, BLOCK_N, BLOCK_M)
+    j = j0 + tl.arange(0, BLOCK_N)[:, None]
     K_j = load_rows(K, j0, Tk, k_t, BLOCK_N, HEAD_DIM, BLOCK_D, True)
     V_j = load_rows(V, j0, Tk, v_t, BLOCK_N, HEAD_DIM, BLOCK_D, True)
     dK_j = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
@@ -379,15 +324,11 @@ def dkdv_kernel(
         Q_h = rows_of(Q + b * q_b + h * q_h, Tq, q_t, BLOCK_M, HEAD_DIM, BLOCK_D, TMA)
         dO_h = rows_of(dO + b * do_b + h * do_h, Tq, do_t, BLOCK_M, HEAD_DIM, BLOCK_D, TMA)
         for MASKED in tl.static_range(2):
-            if MASKED:
-                start, stop = begin, end - (inner_end - inner_begin)
-            else:
-                start, stop = inner_begin, inner_end
+            start, stop, skip = loop_of(begin, inner_begin, inner_end, end, MASKED)
             for n in range(start, stop, BLOCK_M):
-                i0 = n
-                if MASKED:
-                    i0 = tl.where(n < inner_begin, n, n + (inner_end - inner_begin))
+                i0 = tl.where(n < inner_begin, n, n + skip)
                 i = i0 + tl.arange(0, BLOCK_M)
+                p = (i + offset)[None, :]
                 Q_i = load_rows(Q_h, i0, Tq, q_t, BLOCK_M, HEAD_DIM, BLOCK_D, MASKED, TMA)
                 if MASKED:
                     L_i = tl.load(L + bh * Tq + i, mask=i < Tq, other=float("inf"))
@@ -396,28 +337,16 @@ def dkdv_kernel(
                     L_i = tl.load(L + bh * Tq + i)
                     delta_i = tl.load(Delta + bh * Tq + i)
                 S_T = tl.dot(K_j, tl.trans(Q_i), input_precision="ieee")  # (BLOCK_N, BLOCK_M)
-                if softcap is not None:
-                    S_T = tanh(S_T * (tau / softcap))
-                    slope = 1 - S_T * S_T
-                if Slopes is not None:
-                    j_all = j0 + tl.arange(0, BLOCK_N)
-                    S_T -= alibi_distance(
-                        i[None, :], j_all[:, None], offset, Slopes, bh, tau, softcap)
-                if MASKED:
-                    p = i + offset
-                    seen = seen_from[:, None] <= p[None, :]
-                    if window is not None or Run is not None:
-                        seen = seen & (p[None, :] <= seen_to[:, None])
-                    S_T = tl.where(seen, S_T, float("-inf"))
+                S_T, slope = scores(S_T, p, j, first[:, None], p, p, last[:, None], tau, softcap,
+                                    Slopes, bh, MASKED, BOTH)
                 P_T = tl.exp2(S_T * unit - L_i[None, :])
                 dO_i = load_rows(dO_h, i0, Tq, do_t, BLOCK_M, HEAD_DIM, BLOCK_D, MASKED, TMA)
+                dropped = P_T
                 if Seed is not None:
-                    kept = tl.trans(
-                        dropout_keeps(seed, bh.to(tl.int32), i0, j0, threshold, BLOCK_M, BLOCK_N)
-                    )
-                    dropped = tl.where(kept, P_T, 0.0).to(dO_i.dtype)
-                else:
-                    dropped = P_T.to(dO_i.dtype)
+                    kept = tl.trans(dropout_keeps(
+                        seed, bh.to(tl.int32), i0, j0, threshold, BLOCK_M, BLOCK_N))
+                    dropped = tl.where(kept, P_T, 0.0)
+                dropped = dropped.to(dO_i.dtype)
                 if softcap is not None:
                     P_T *= slope
                 dV_j = tl.dot(dropped, dO_i, dV_j, input_precision="ieee")
@@ -432,49 +361,35 @@ def dkdv_kernel(
 
 Tile = tuple[int, int, int, int]  # BLOCK_M queries, BLOCK_N keys, warps, pipeline stages
 KERNELS = {"forward": forward_kernel, "dq": dq_kernel, "dkdv": dkdv_kernel}
-HALF, SINGLE = 2, 4  # bytes an element
-
-# capability: {(bytes an element, head_dim up to): tiles of forward, dq, dkdv}, for later ones too.
+# Bytes an element: {capability and later: tiles of forward, dq, dkdv up to head_dim 64, up to 128}.
 # By the compiler (docs/SUPPORT.md), on 9.0 by time.
-_8_6 = {
-    (HALF, 64): ((128, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 2)),
-    (HALF, 128): ((64, 64, 4, 2), (64, 32, 4, 2), (32, 64, 4, 2)),
-    (SINGLE, 64): ((32, 32, 4, 2), (32, 32, 4, 2), (32, 32, 8, 2)),
-    (SINGLE, 128): ((32, 32, 8, 1), (16, 16, 8, 1), (32, 16, 8, 1)),
-}
-_7_5 = {
-    64: ((32, 32, 8, 1), (32, 32, 8, 1), (32, 16, 8, 1)),
-    128: ((16, 32, 4, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
-}
-TILES: dict[tuple[int, int], dict[tuple[int, int], tuple[Tile, Tile, Tile]]] = {
-    (7, 5): {(bytes_, D): tiles for D, tiles in _7_5.items() for bytes_ in (HALF, SINGLE)},
-    (8, 0): _8_6 | {
-        (HALF, 64): ((128, 64, 4, 3), (64, 64, 4, 2), (64, 128, 8, 2)),
-        (HALF, 128): ((128, 64, 8, 2), (64, 64, 4, 2), (64, 64, 8, 2)),
-    },
-    (8, 6): _8_6,
-    (8, 9): _8_6,
-    (9, 0): _8_6 | {
-        (HALF, 64): ((128, 64, 8, 3), (64, 64, 4, 3), (64, 64, 4, 2)),
-        (HALF, 128): ((64, 64, 4, 3), (64, 64, 4, 2), (64, 128, 8, 2)),
-    },
-    (10, 0): _8_6 | {
-        (HALF, 64): ((128, 64, 4, 3), (128, 64, 8, 2), (64, 64, 4, 2)),
-        (HALF, 128): ((128, 64, 8, 2), (128, 64, 8, 2), (64, 128, 8, 2)),
-    },
-    (12, 0): _8_6,
-}
+_7_5 = (((32, 32, 8, 1), (32, 32, 8, 1), (32, 16, 8, 1)),
+        ((16, 32, 4, 1), (16, 16, 8, 1), (16, 16, 8, 1)))
+_8_6 = (((128, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 2)),
+        ((64, 64, 4, 2), (64, 32, 4, 2), (32, 64, 4, 2)))
+TILES: dict[int, dict[tuple[int, int], tuple[tuple[Tile, ...], ...]]] = {
+    2: {(7, 5): _7_5,
+        (8, 0): (((128, 64, 4, 3), (64, 64, 4, 2), (64, 128, 8, 2)),
+                 ((128, 64, 8, 2), (64, 64, 4, 2), (64, 64, 8, 2))),
+        (8, 6): _8_6,
+        (9, 0): (((128, 64, 8, 3), (64, 64, 4, 3), (64, 64, 4, 2)),
+                 ((64, 64, 4, 3), (64, 64, 4, 2), (64, 128, 8, 2))),
+        (10, 0): (((128, 64, 4, 3), (128, 64, 8, 2), (64, 64, 4, 2)),
+                  ((128, 64, 8, 2), (128, 64, 8, 2), (64, 128, 8, 2))),
+        (12, 0): _8_6},
+    4: {(7, 5): _7_5,
+        (8, 0): (((32, 32, 4, 2), (32, 32, 4, 2), (32, 32, 8, 2)),
+                 ((32, 32, 8, 1), (16, 16, 8, 1), (32, 16, 8, 1)))}}
 INTERPRETED: dict[str, Tile] = dict.fromkeys(KERNELS, (64, 32, 1, 1)) | {"dkdv": (32, 64, 1, 1)}
 
 
-def default_tile(
-    kernel: str, capability: tuple[int, int] | None, head_dim: int, itemsize: int
-) -> Tile:
+def default_tile(kernel: str, capability: tuple[int, int] | None, head_dim: int,
+                 itemsize: int) -> Tile:
     if capability is None:
         return INTERPRETED[kernel]
-    table = TILES[max(c for c in TILES if c <= capability)]
-    row = min(k for k in table if k[0] == itemsize and k[1] >= head_dim)
-    return table[row][list(KERNELS).index(kernel)]
+    table = TILES[itemsize]
+    up_to_64, up_to_128 = table[max(c for c in table if c <= capability)]
+    return (up_to_64 if head_dim <= 64 else up_to_128)[[*KERNELS].index(kernel)]
 
 
 def _launch(name: str, heads: int, T: int, q: Tensor, *args: object,
@@ -483,17 +398,13 @@ def _launch(name: str, heads: int, T: int, q: Tensor, *args: object,
     head_dim, itemsize = q.shape[3], q.element_size()
     M, N, warps, stages = tile or default_tile(name, capability, head_dim, itemsize)
     if constants.get("TMA"):
-        triton.set_allocator(_descriptors)
+        triton.set_allocator(lambda size, *_: torch.empty(size, dtype=torch.int8, device="cuda"))
     programs = heads * triton.cdiv(T, N if name == "dkdv" else M)
     with torch.cuda.device_of(q):  # where Triton launches
         KERNELS[name][programs,](
             q, *args, HEAD_DIM=head_dim, BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
             BLOCK_M=M, BLOCK_N=N, **constants, num_warps=warps, num_stages=stages,
             enable_fp_fusion=True)  # S_ij * tau - m_i in one instruction
-
-
-def _descriptors(size: int, _alignment: int, _stream: int | None) -> Tensor:
-    return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
 def _readable(x: Tensor) -> Tensor:
@@ -531,17 +442,15 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, run_q: Tensor | None, run_k: 
                   softcap: float | None, offset: int | None) -> tuple[Tensor, Tensor]:
     """out (B, Tq, H, D) and L (B, H, Tq) float32, log2 of the sum of exp(s).
 
-    run_q (B, 2, Tq) int32: first and last key of each query's segment; run_k (B, 2, Tk): first and
-    last position of each key's. seed (1,) int64; sinks (H,), slopes (H,) or (B, H) float32. offset
-    as in visible(): with one the results are float32."""
+    run_q (B, 2, Tq), run_k (B, 2, Tk) int32: first and last key of each query's segment, position
+    of each key's. seed (1,) int64; sinks (H,), slopes (H,) or (B, H) float32. offset as in
+    visible(): with one the results are float32."""
     q, k, v = _readable(q), _readable(k), _readable(v)
     B, Tq, H, _ = q.shape
     out = _result(q.shape, q, offset)
     L = torch.empty(B, H, Tq, dtype=torch.float32, device=q.device)
-    _launch(
-        "forward", B * H, Tq, q, k, v, out, L, run_q, seed, sinks, by_row(slopes, B),
-        *_strides(q, k, v), *_numbers(q, k, window, right, dropout, scale, softcap, offset)
-    )
+    _launch("forward", B * H, Tq, q, k, v, out, L, run_q, seed, sinks, by_row(slopes, B),
+            *_strides(q, k, v), *_numbers(q, k, window, right, dropout, scale, softcap, offset))
     return out, L
 
 
@@ -567,10 +476,10 @@ def flash_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L
     numbers = _numbers(q, k, window, right, dropout, scale, softcap, offset)
     dq_tile, dkdv_tile = (tiles[:4], tiles[4:]) if tiles else (None, None)
     _launch("dq", B * H, Tq, q, k, v, out, dout, L, delta, dq, run_q, *before, *dq.stride()[:2],
-            *numbers, tile=dq_tile, TMA=tma)  # fmt: skip
+            *numbers, tile=dq_tile, TMA=tma)
     # After dq, which writes delta.
     _launch("dkdv", B * Hkv, Tk, q, k, v, dout, L, delta, dk, dv, run_k, *before, *dk.stride()[:2],
-            *numbers, tile=dkdv_tile, TMA=tma)  # fmt: skip
+            *numbers, tile=dkdv_tile, TMA=tma)
     return grads, delta
 
 

@@ -1,13 +1,11 @@
 """Triton kernels of paged.py, for one query a sequence.
 
-To fill a GPU at small batches each sequence's keys are split into runs (Dao et al. 2023,
-Flash-Decoding), whose number depends on shapes only:
+Each sequence's keys are split into runs (Dao et al. 2023, Flash-Decoding), by shapes only:
 
     decode_kernel    one sequence, key/value head, run      writes O~, m and l of the run
     combine_kernel   one sequence, query head               joins the runs as tiled.py joins tiles
 
-The query heads of a key/value head are the rows of one matmul, padded to 16. The page is looked up
-for each key."""
+The query heads of a key/value head are the rows of one matmul, padded to 16."""
 
 # mypy: allow-untyped-defs
 
@@ -34,8 +32,8 @@ def decode_kernel(Q, K, V, Table, Start, Count, Slopes, Partial, M, L, tau, soft
     r, d = tl.arange(0, BLOCK_R)[:, None], tl.arange(0, BLOCK_D)[None, :]
     n = tl.arange(0, BLOCK_N)
 
-    start = tl.load(Start + b)  # the query is at `start`; count 0 is padding
-    last = start + tl.minimum(tl.load(Count + b), 1)
+    start = tl.load(Start + b)  # the query is at `start`; count 0 is padding, perhaps without pages
+    last = (start + 1) * tl.minimum(tl.load(Count + b), 1)
     first = tl.maximum(start - window + 1, 0)
     run = tl.cdiv(tl.cdiv(last - first, splits), BLOCK_N) * BLOCK_N
     begin = first + split * run
@@ -77,10 +75,8 @@ def decode_kernel(Q, K, V, Table, Start, Count, Slopes, Partial, M, L, tau, soft
 
 
 @triton.jit
-def combine_kernel(
-    Partial, M, L, Sinks, Out, H, splits,
-    HEAD_DIM: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
-):
+def combine_kernel(Partial, M, L, Sinks, Out, H, splits, HEAD_DIM: tl.constexpr,
+                   BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr):
     """Join runs; a sink is one with l = 1, O~ = 0."""
     at = tl.program_id(0)
     s, d = tl.arange(0, BLOCK_S)[:, None], tl.arange(0, BLOCK_D)[None, :]
@@ -107,24 +103,20 @@ def block_sizes(head_dim: int, element_size: int) -> tuple[int, int]:
     return max(16, min(64, 2**14 // (BLOCK_D * element_size))), BLOCK_D
 
 
-def choose_splits(programs: int, keys: int) -> int:
-    """The number of runs, a power of two."""
-    wanted = min(triton.cdiv(PROGRAMS, programs), triton.cdiv(keys, LEAST_RUN))
-    return min(64, triton.next_power_of_2(wanted))
-
-
 @torch.library.custom_op("nanoattn::paged_decode", mutates_args=())
 def decode(q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, start: Tensor,
            count: Tensor, sinks: Tensor | None, slopes: Tensor | None, window: int, scale: float,
            softcap: float | None, splits: int) -> Tensor:
-    """q (B, 1, H, D); k_pages to count as in masks.PagedView, this call's key and value stored;
-    sinks (H,), slopes (H,) or (B, H) float32; window 0: all keys; splits 0: choose_splits()."""
+    """q (B, 1, H, D); k_pages to count as in masks.PagedView; sinks (H,), slopes (H,) or (B, H)
+    float32; window 0: all keys; splits: runs, a power of two; 0: chosen here."""
     (B, _, H, D), (_, page_size, Hkv, _) = q.shape, k_pages.shape
     assert q.stride(3) == 1 and k_pages.stride() == v_pages.stride() and k_pages.stride(3) == 1
     assert page_table.is_contiguous()
     keys = page_table.shape[1] * page_size
     window = min(window or keys, keys)
-    splits = splits or choose_splits(B * Hkv, window)
+    if not splits:
+        wanted = min(triton.cdiv(PROGRAMS, B * Hkv), triton.cdiv(window, LEAST_RUN))
+        splits = min(64, triton.next_power_of_2(wanted))
     BLOCK_N, BLOCK_D = block_sizes(D, q.element_size())
     partial = q.new_empty(B, H, splits, D, dtype=torch.float32)
     m, l = q.new_empty(2, B, H, splits, dtype=torch.float32)
