@@ -8,10 +8,9 @@ The model's options and config files are train.py's.
 from __future__ import annotations
 
 import json
-import re
+import math
 import shlex
 import sys
-import time
 from contextlib import closing
 from datetime import datetime, timezone
 from functools import cache
@@ -35,15 +34,9 @@ MINUTES_ON_CUDA = 10.0
 
 def measure(mode: str, argv: list[str], loaded: Loaded[Any]) -> int:
     config = loaded.settings
-    if config.record is not None and not re.fullmatch(r"[\w.-]+", config.record):
-        slug = repr(config.record)
-        raise UserError(f"--record must be letters, digits, '-', '_' and '.', got {slug}")
-    about = {
-        "format": record.FORMAT,
-        "command": shlex.join(["python", "bench_mfu.py", mode, *argv]),
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        **record.git_state(),
-    }
+    command = shlex.join(["python", "bench_mfu.py", mode, *argv])
+    date = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    about = {"format": record.FORMAT, "command": command, "date": date, **record.git_state()}
     device = pick_device(config.device)
     files = {o.rpartition(":")[0] for o in loaded.origins.values() if o != "command line"}
     lines = [f"settings: {', '.join(sorted(files)) or 'the defaults'}", *loaded.notes]
@@ -51,41 +44,36 @@ def measure(mode: str, argv: list[str], loaded: Loaded[Any]) -> int:
 
     @cache
     def folder() -> Path:
-        return record.new_folder(config.records_dir, config.record or "qualify", bench.machine)
+        return record.new_folder(config.records_dir, config.record, bench.machine)
 
-    def save(content: Json) -> None:
+    def save(content: Json, whole: bool = False) -> Json:
+        content = record.complete({**about, **content})
         if config.record is not None:
-            record.write(folder(), record.complete({**about, **content}), whole=False)
+            record.write(folder(), content, whole)
+        return content
 
-    whole = mode == "qualify"  # each stage has a deadline of its own
-    minutes = config.minutes or (MINUTES_ON_CUDA if device.type == "cuda" else 0)
-    stop = Stop(time.monotonic() + 60 * minutes if minutes and not whole else None)
+    minutes = config.minutes or (MINUTES_ON_CUDA if device.type == "cuda" else math.inf)
+    stop = Stop(minutes if mode != "qualify" else math.inf)  # each stage has its own deadline
     with closing(StopSignal("stopping; keeping the results so far")) as stop.signals:
         try:
             bench = begin(mode, config, device, stop)
-            if whole:
-                content = qualify.run(bench, about, loaded.origins, stop, folder)
+            if mode == "qualify":
+                content = qualify.run(bench, loaded.origins, stop, save)
             else:
-                plans = report.MODES[mode].plans(bench)
-                content = rounds.measure(bench, plans, stop, save)
-                content = record.complete({**about, **content})
+                content = rounds.measure(bench, report.MODES[mode].plans(bench), stop, save)
+            content = save(content, whole=True)
         except Failure as e:
             if e.kind == "stopped":
                 print(f"{e}; nothing was measured", file=sys.stderr)
                 return stop.code or 1
             given = f" (--memory_gb={config.memory_gb:g})" if config.memory_gb else ""
             raise UserError(f"nothing can be measured on {device}{given}: {e}") from None
-        if recorded := whole or config.record is not None:
-            record.write(folder(), content)
     print(report.terminal(content))
-    if recorded:
+    if config.record is not None:
         print(f"record: {folder()}")
     if config.json:
         print(json.dumps(content, allow_nan=False))
-    if whole:
-        return stop.code or int(qualify.failed(content))
-    failed = mode == "converge" and any(r.get("verdict") == "FAIL" for r in content["rows"])
-    return stop.code or int(failed or not any(r["status"] == "ok" for r in content["rows"]))
+    return stop.code or int(report.failed(content))
 
 
 def main(argv: list[str]) -> int:

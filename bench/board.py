@@ -10,11 +10,11 @@ import argparse
 import json
 import re
 import sys
+from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from bench import ROOT, Json, report, tables
-from bench.hf import model_of
+from bench.parts import model_of
 from bench.record import verify
 from bench.tables import Row
 from core.runtime import decide_residual
@@ -57,8 +57,7 @@ def main(argv: list[str]) -> int:
 
 def page(found: dict[str, Json]) -> str:
     machines: dict[str, str] = {}
-    remarks, links = [], []
-    groups: dict[tuple[str, str], list[tuple[Any, Line]]] = {}
+    remarks, links, made = [], [], []
     for number, (name, content) in enumerate(found.items(), 1):
         ours = bool({"rows", "stages"} & content.keys())
         links.append(f"[{number}]: ../bench/records/{name}/README.md")
@@ -67,18 +66,18 @@ def page(found: dict[str, Json]) -> str:
         for part in report.sections_of(content) if ours else ():
             short = machines.setdefault(part["machine"]["about"], f"M{len(machines) + 1}")
             for row in (r for r in part["rows"] if r["status"] == "ok"):
-                what = work(row, part)
+                what, title = work(row, part), heading(row, part)
                 line = {**what, "machine": short, **figures(row, part)}
                 line["record"] = f"[{part['date'][:10]}{'*' if doubt else ''}][{number}]"
-                order = [by_value(cell) for cell in what.values()], short, row["ms"]
-                groups.setdefault((row["mode"], heading(row, part)), []).append((order, line))
+                order = [*report.MODES].index(row["mode"]), title
+                made.append((order, [*map(by_value, what.values())], short, row["ms"], line))
     named = "; ".join(f"{short}: {about}" for about, short in machines.items())
     text = ["# The board", INTRO, f"Machines: {named}."]
-    for name, mode in report.MODES.items():
-        of_mode = {what: group for (own, what), group in sorted(groups.items()) if own == name}
-        text += [f"## {mode.title}"] * bool(of_mode)
-        for title, group in of_mode.items():
-            lines = [line for _, line in sorted(group, key=lambda item: item[0])]
+    made.sort(key=lambda one: one[:-1])
+    for mode, of_mode in groupby(made, lambda one: [*report.MODES.values()][one[0][0]]):
+        text += [f"## {mode.title}"]
+        for (_, title), group in groupby(of_mode, lambda one: one[0]):
+            lines = [line for *_, line in group]
             head = [name for name in lines[0] if any(line[name] != "-" for line in lines)]
             cells = [[line[name] for name in head] for line in lines]
             text += [f"### {title}", tables.markdown((head, cells))]
@@ -105,8 +104,7 @@ def heading(row: Row, part: Json) -> str:
         window = f", window {p['window']}" if p["window"] else ""
         return f"{heads(p['H'], p['Hkv'], p['D'])}{window}, {dtype}"
     windows = ", ".join(str(w or "none") for w in dict.fromkeys(m.windows))
-    kind = part["machine"]["kind"]
-    residual = decide_residual(s.get("residual_dtype", "float32"), kind, dtype)
+    kind, wanted = part["machine"]["kind"], s.get("residual_dtype", "float32")
     words = {
         part.get("hf", {}).get("name", ""): "hf" in part,
         f"{m.n_layer} layers, {m.n_embd} wide, {heads(m.n_head, m.kv_heads)}": True,
@@ -116,7 +114,7 @@ def heading(row: Row, part: Json) -> str:
         "biases": m.bias,
         f"dropout {m.dropout:g}": m.dropout,
         "gradient checkpointing": s.get("gradient_checkpointing"),
-        "residual in autocast": residual == "autocast",
+        "residual in autocast": decide_residual(wanted, kind, dtype) == "autocast",
         f"{s.get('steps')} steps": row["mode"] == "converge",
     }
     return ", ".join(word for word, on in words.items() if on)
@@ -141,11 +139,9 @@ def work(row: Row, part: Json) -> Line:
 
 
 def figures(row: Row, part: Json) -> Line:
-    mode = report.MODES[row["mode"]]
     made = {"kernel": f"{row['backend']}: {tables.kernel_names(row)}".removesuffix(" (CPU)")}
-    cells = {column.title: column for column in mode.columns}
-    for title in mode.board:
-        made[title] = cells[title].cell(row).replace(" to ", "-").replace("noisy", "~")
+    for column in tables.named(report.MODES[row["mode"]].board):
+        made[column.title] = column.cell(row).replace(" to ", "-").replace("noisy", "~")
     source = re.split("[: ]", part["machine"]["peak_source"])[0]
     error = row.get("error_out", (row.get("proof") or {}).get("error"))
     made["peak"] = re.sub("^(not|measured,?)", "-", source)

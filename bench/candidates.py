@@ -6,22 +6,22 @@ import importlib.util
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import attention
 import train
 from attention import Resolution
 from attention.machine.system import synchronize
-from bench import Json, load
+from bench import Json
 from core.cpu import int8
 from core.optimizer import build_optimizer
 from core.options import TrainConfig
-from core.runtime import dtype_name
-from core.settings import UserError, from_dict, user_errors
+from core.runtime import Setup, dtype_name
+from core.settings import UserError, user_errors
 from inference import engine
 from inference.sampling import Stats
 from model import GPT, GPTConfig
@@ -30,21 +30,36 @@ Mark = Callable[[str], None]
 Times = tuple[float, float, int]
 
 
+@dataclass(frozen=True)
 class Job:
-    def __init__(self, job: Json, **changes: Any) -> None:
-        self.config = replace(from_dict(TrainConfig, job["train"]), **changes)
-        self.vocab_size = job["vocab_size"]
-        self.hf = job["hf"]  # transformers' config, or None
-        self.device = torch.device(job["device"])
-        self.setup = self.config.setup(self.device)
-        self.dtype = dtype_name(self.setup.dtype)
-        torch.manual_seed(self.config.seed)
+    """A row's candidate and its settings, as a process receives them."""
+
+    name: str  # of the row
+    kind: type[Candidate]
+    what: str  # for this kind: a path, or a name
+    settings: Any  # the mode's
+    config: TrainConfig
+    device: torch.device
+    vocab_size: int
+    hf: Json | None  # transformers' config
+    memory_limit: int | None
+
+    def but(self, **changes: Any) -> Job:
+        return replace(self, config=replace(self.config, **changes))
+
+    @cached_property
+    def setup(self) -> Setup:
+        return self.config.setup(self.device)
+
+    @property
+    def dtype(self) -> str:
+        return dtype_name(self.setup.dtype)
 
     def model(self, cast: bool = False) -> GPT:
-        config = self.config
-        model = self.setup.place(GPT(GPTConfig.of(config, self.vocab_size), config.policy), cast)
+        config, setup = self.config, self.setup
+        model = setup.place(GPT(GPTConfig.of(config, self.vocab_size), config.policy), cast)
         model.gradient_checkpointing = config.gradient_checkpointing
-        model.residual_autocast = self.setup.residual == "autocast"
+        model.residual_autocast = setup.residual == "autocast"
         return model
 
     def random_tokens(self, n: int) -> tuple[Tensor, Tensor]:
@@ -55,21 +70,13 @@ class Job:
         return x.contiguous().to(self.device), y.contiguous().to(self.device)
 
 
-def build(rival: str, job: Job) -> Candidate:
-    """Build our model, or "MODULE:CLASS=WHAT"."""
-    kind, _, what = rival.partition("=")
-    candidate: Candidate = load(kind or "bench.candidates:Ours")(what, job)
-    return candidate
-
-
 class Candidate:
-    title: str
     model: Any
     run: Any  # the model, compiled or not
     optimizer: torch.optim.AdamW
     as_reference = False  # with the reference's weights
 
-    def __init__(self, what: str, job: Job) -> None:
+    def __init__(self, job: Job) -> None:
         self.job, self.setup, self.config = job, job.setup, job.config
         if lacks := [name for name, used in self.unsupported().items() if used]:
             raise UserError(f"it does not support {' and '.join(lacks)}")
@@ -78,18 +85,16 @@ class Candidate:
         """{option that the model lacks: is it used?}"""
         return {}
 
-    def for_training(self, scaler: torch.amp.GradScaler) -> Candidate:
-        self.scaler = scaler
+    def for_training(self) -> None:
+        self.scaler = self.setup.scaler()
         self.model.train()
         self.optimizer = self.make_optimizer()
-        self.run = torch.compile(self.model) if self.setup.compile else self.model
-        return self
+        self.run = self.setup.compiled(self.model, self.config.gradient_accumulation_steps)
 
-    def for_decoding(self, compile: bool, weights: str) -> Candidate:
-        """compile: decode steps of a static cache; weights: "int8" for ours only."""
+    def for_decoding(self, compile: bool) -> None:
+        """compile: decode steps of a static cache."""
         self.compile = compile
         self.model.to(self.setup.dtype).eval()
-        return self
 
     def make_optimizer(self) -> torch.optim.AdamW:
         raise NotImplementedError
@@ -142,25 +147,24 @@ class Candidate:
 class Ours(Candidate):
     as_reference = True
 
-    def for_training(self, scaler: torch.amp.GradScaler) -> Candidate:
-        config, device = self.config, self.job.device
-        self.scaler, self.model = scaler, self.job.model()
-        self.optimizer = build_optimizer(self.model, config, device)
+    def for_training(self) -> None:
+        config = self.config
+        self.model = self.job.model()
+        super().for_training()
         with self.setup.autocast:
             plan = self.model.plan(config.batch_size, compiled=bool(self.setup.compile))
         self.to_train = plan[0].chosen
-        self.run = self.setup.compiled(self.model, config.gradient_accumulation_steps)
-        self.found_inf = torch.zeros((), device=device)
-        self.title = self.to_train.backend.title
-        return self
+        self.found_inf = torch.zeros((), device=self.job.device)
 
-    def for_decoding(self, compile: bool, weights: str) -> Candidate:
-        self.title, self.compile = attention.get(self.config.attention_backend).title, compile
+    def for_decoding(self, compile: bool) -> None:
+        self.compile = compile
         self.model = self.job.model(cast=True).eval()
-        if weights == "int8":
+        if self.job.settings.weights == "int8":
             with user_errors():
                 int8.convert(self.model, self.model.head_weight)
-        return self
+
+    def make_optimizer(self) -> torch.optim.AdamW:
+        return build_optimizer(self.model, self.config, self.job.device)
 
     def chosen(self, cache: str | None = None) -> list[Resolution]:
         if cache is None:
@@ -184,11 +188,9 @@ class Ours(Candidate):
 
 
 class NanoGPT(Candidate):
-    title = "nanoGPT"
-
-    def __init__(self, path: str, job: Job) -> None:
-        super().__init__(path, job)
-        spec = importlib.util.spec_from_file_location("nanogpt_model", path)
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        spec = importlib.util.spec_from_file_location("nanogpt_model", job.what)
         assert spec and spec.loader
         theirs = importlib.util.module_from_spec(spec)
         sys.modules["nanogpt_model"] = theirs  # its dataclass looks itself up there
@@ -199,12 +201,13 @@ class NanoGPT(Candidate):
         self.model = theirs.GPT(config).to(job.device)
 
     def unsupported(self) -> Json:
-        config, modern = self.config, ("position", "norm", "mlp", "qk_norm", "tied")
-        found = {n: getattr(config, n) != getattr(GPTConfig, n) for n in modern}
+        config, plain = self.config, TrainConfig()
+        names = ("position", "norm", "mlp", "qk_norm", "tied", "optimizer")
+        found = {n: getattr(config, n) != getattr(plain, n) for n in names}
+        found["gradient_checkpointing"] = config.gradient_checkpointing
         found["attention_window"] = any(config.attention_window)
         found["n_kv_head"] = config.n_kv_head not in (None, config.n_head)
-        found["gradient_checkpointing"] = config.gradient_checkpointing
-        return found | {"gelu=tanh": config.gelu == "tanh"}
+        return found | {"gelu=tanh": config.gelu == "tanh", "bias=qkv": config.bias == "qkv"}
 
     def make_optimizer(self) -> torch.optim.AdamW:
         c = self.config

@@ -1,12 +1,5 @@
-"""Runs of train.py: next to nanoGPT's, and finished ones side by side.
-
-    python bench_mfu.py runs --rival=nanogpt=../nanoGPT
-    python -m bench.compare out/adamw-* out/muon-*
-
-runs: interleaved on a CPU, same tokens and sizes; nanoGPT in float32.
-compare: a line for runs that differ only in the seed, and when their mean reached the first line's
-loss.
-"""
+"""Runs of train.py on a CPU next to nanoGPT's in float32 (docs/SPEED.md), and finished runs side by
+side: a line for runs that differ only in the seed (docs/TRAIN.md)."""
 
 from __future__ import annotations
 
@@ -50,9 +43,6 @@ HEAD = ["size", "nanoGPT tok/s", "ours tok/s", "ratio (lowest to highest)", "nan
 SAME = ("seed", "out_dir", "init_from")  # may differ in a line
 
 
-# --- next to nanoGPT ---
-
-
 def ended(command: list[str], cwd: Path) -> tuple[str, int]:
     with tempfile.TemporaryFile("w+", encoding="utf-8") as out:
         process = subprocess.Popen(command, cwd=cwd, stdout=out, stderr=subprocess.STDOUT)
@@ -92,9 +82,6 @@ def pair(size: str, config: Runs, checkout: Path, work: Path) -> tuple[Run, Run]
 
 
 def prepare(sizes: tuple[str, ...], checkout: Path, work: Path) -> None:
-    for name in ("train.py", "model.py", "configurator.py"):
-        if not (checkout / name).is_file():
-            raise UserError(f"{checkout} is not a nanoGPT checkout ({name} not found)")
     # It reads configurator.py and data/ from the working directory.
     (work / "configurator.py").symlink_to(checkout / "configurator.py")
     for dataset in {SIZES[s][5] for s in sizes}:
@@ -122,7 +109,7 @@ def runs(config: Runs) -> int:
     rivals = job.rivals(config.rival)
     if [*rivals] != ["nanogpt"]:
         raise UserError("runs needs --rival=nanogpt=PATH, a nanoGPT checkout")
-    checkout = Path(rivals["nanogpt"].partition("=")[2]).parent
+    checkout = Path(rivals["nanogpt"][1]).parent
     results: dict[str, list[tuple[Run, Run]]] = {s: [] for s in config.sizes}
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
@@ -138,9 +125,6 @@ def runs(config: Runs) -> int:
     )
     print(markdown((HEAD, [row(s, pairs) for s, pairs in results.items()]), terminal=True))
     return 0
-
-
-# --- finished runs ---
 
 
 def curve(folder: Path) -> np.ndarray:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,8 +14,7 @@ import data
 from bench import Json, candidates, machine, tables, train
 from bench.candidates import Job
 from bench.job import Bench, Plan
-from bench.settings import Converge
-from bench.tables import MEMORY, QUARTILES, Column, Row, number, percent
+from bench.tables import Row
 from core.optimizer import build_optimizer, set_learning_rate
 
 ROUNDS = 10  # parts of a training, interleaved
@@ -23,27 +23,25 @@ PATHS: dict[str, Json] = {
     "bfloat16": {"dtype": "bfloat16", "residual_dtype": "float32"},
     "bfloat16-residual": {"dtype": "bfloat16", "residual_dtype": "autocast"},
 }
+EXACT: Json = {"attention_backend": "manual", "dtype": "float32", "tf32": False}
+EXACT |= {"residual_dtype": "float32", "compile": False}
 
 
-def plans(bench: Bench[Converge]) -> list[Plan]:
-    config = bench.config
-    folder = data.find(config.dataset, config.data_dir)
-    data.load(folder, "train", bench.model.block_size, bench.vocab_size)
+def plans(bench: Bench) -> list[Plan]:
+    config, how = bench.config, train.steps(bench)
+    data.load(data.find(config.dataset, config.data_dir), "train", bench.model.block_size,
+              bench.vocab_size)  # fmt: skip
+    how["longest"].pop("manual", None)
     found = []
     for seed in range(config.seed, config.seed + config.seeds):
-        changes: Json = {"max_iters": config.steps, "lr_decay_iters": config.steps, "seed": seed}
-        changes |= {"warmup_iters": config.steps // 10, "batch_size": config.batch_size}
-        names = dict.fromkeys(["manual", *bench.backends])
-        jobs = {name: bench.job(name, **changes) for name in names}
+        same: Json = {"max_iters": config.steps, "lr_decay_iters": config.steps, "seed": seed}
+        same |= {"warmup_iters": config.steps // 10, "batch_size": config.batch_size}
+        jobs = {name: bench.job(name, **same) for name in ("manual", *bench.backends)}
         if config.paths:
-            exact = {"dtype": "float32", "tf32": False, "residual_dtype": "float32"}
-            plain: Json = {**changes, **exact, "attention_backend": "manual", "compile": False}
-            jobs = {"plain": bench.job("plain", rival="bench.converge:Plain", **plain)}
-            changes["attention_backend"] = config.attention_backend
-            jobs |= {path: bench.job(path, **changes | PATHS[path]) for path in config.paths}
-        how = train.steps(bench)
-        how["longest"].pop("manual", None)
-        found.append(Plan("bench.converge:Converging", jobs, ROUNDS, one_process=True, **how))
+            jobs = {"plain": bench.job("plain", (Plain, ""), **same | EXACT)}
+            same["attention_backend"] = config.attention_backend
+            jobs |= {path: bench.job(path, **same | PATHS[path]) for path in config.paths}
+        found.append(Plan(Converging, jobs, ROUNDS, one_process=True, **how))
     return found
 
 
@@ -68,27 +66,27 @@ def figures(row: Row, part: Json) -> Json:
 
 
 def compare(rows: list[Row], settings: Json) -> None:
-    """Compare in place. Allowed: the tolerance, or the baseline's deviation over seeds."""
-    parts, several = MODE.rounds(settings), settings.get("seeds", 1) > 1
+    """Allowed: the tolerance, or the baseline's deviation over seeds."""
+    parts = MODE.rounds(settings)
     for row in rows:
         if row["status"] == "ok" and len(row["rounds"]) < parts:
             row |= {"status": "stopped", "why": [f"{len(row['rounds'])} of {parts} parts"]}
-    plain = (r for r in rows if r["backend"] in ("manual", "plain") and r["status"] == "ok")
-    base = next(plain, None)
+    ok = [row for row in rows if row["status"] == "ok"]
+    base: Any = next((row for row in ok if row["backend"] in ("manual", "plain")), None)
     for row in rows:
         if row["status"] == "failed":
             row["verdict"] = "FAIL"
-        elif row["status"] == "ok" and base is not None:
-            row["difference"] = row["final_loss"] / base["final_loss"] - 1
-            allowed = settings["tolerance"]
-            if several:
-                row["seed_noise"] = statistics.stdev(base["final_losses"])
-                allowed = row["seed_noise"] / base["final_loss"]
-            good = abs(row["difference"]) <= allowed
-            row["verdict"] = "baseline" if row is base else "ok" if good else "FAIL"
-            row["time_saved"] = 1 - row["ms"] / base["ms"]
-            if "memory_bytes" in row and "memory_bytes" in base:
-                row["memory_saved"] = 1 - row["memory_bytes"] / base["memory_bytes"]
+    for row in ok if base else ():
+        row["difference"] = row["final_loss"] / base["final_loss"] - 1
+        allowed = settings["tolerance"]
+        if settings.get("seeds", 1) > 1:
+            row["seed_noise"] = statistics.stdev(base["final_losses"])
+            allowed = row["seed_noise"] / base["final_loss"]
+        good = abs(row["difference"]) <= allowed
+        row["verdict"] = "baseline" if row is base else "ok" if good else "FAIL"
+        for name, of in (("time_saved", "ms"), ("memory_saved", "memory_bytes")):
+            if of in row and of in base:
+                row[name] = 1 - row[of] / base[of]
 
 
 def verdict(content: Json) -> str:
@@ -110,21 +108,11 @@ def verdict(content: Json) -> str:
 
 MODE = tables.Mode(
     title="Final losses and the baseline's",
-    columns=[
-        Column("final loss", "final_loss", "{:.4f}".format),
-        Column("off", "difference", "{:+.3%}".format),
-        Column("seed noise", "seed_noise", "{:.4f}".format),
-        Column("verdict", "verdict"),
-        Column("ms/step", "ms", number),
-        *QUARTILES,
-        Column("time saved", "time_saved", percent),
-        MEMORY,
-        Column("memory saved", "memory_saved", percent),
-        Column("kernel", tables.kernel_names),
-    ],
+    columns="final loss, off, seed noise, verdict, ms/step, quartiles, rounds, time saved, memory, "
+    "memory saved, kernel",
     notes="final loss: mean of the last tenth of the steps; off: from the baseline's; saved: share "
     f"of the baseline's; {tables.EXPLAINED}",
-    board=("final loss", "off", "verdict"),
+    board="final loss, off, verdict",
     plans=plans,
     figures=figures,
     rounds=lambda settings: ROUNDS * settings.get("seeds", 1),
@@ -137,10 +125,10 @@ MODE = tables.Mode(
 
 
 class Plain(candidates.Candidate):
-    title = "plain PyTorch, float32"
+    """Our model with PyTorch's own loss and optimizer."""
 
-    def __init__(self, what: str, job: Job) -> None:
-        super().__init__(what, job)
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
         self.model = job.model()
 
     def make_optimizer(self) -> torch.optim.AdamW:
@@ -154,23 +142,23 @@ class Plain(candidates.Candidate):
 
 
 class Converging(train.Training):
-    def __init__(self, sent: Json) -> None:
-        super().__init__(sent)
-        job, config, self.done = self.job, self.config, 0
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        config, self.done = job.config, 0
         folder = data.find(config.dataset, config.data_dir)
         tokens = data.load(folder, "train", config.block_size, job.vocab_size)
         n = config.batch_size * self.micro
         self.batches = data.Batches(tokens, config.block_size, n, config.seed, job.device)
 
     def round(self, request: Json) -> Json:
-        numbers = range(self.done, self.done + self.settings["steps"] // ROUNDS)
+        numbers = range(self.done, self.done + self.settings.steps // ROUNDS)
         answer, losses = self.timed([(x, y) for x, y, *_ in map(self.batches.get, numbers)])
         answer["losses"] = [float(loss) for loss in losses]
         return {**answer, "peak_bytes": machine.memory(self.device)}
 
     def warm_up(self, request: Json) -> Json:
         if self.compiled:
-            with self.setup.autocast:
+            with self.job.setup.autocast:
                 self.who.loss(*self.batches.get(0)).backward()
             self.who.optimizer.zero_grad(set_to_none=True)
         answer: Json = {"batch_size": self.config.batch_size}

@@ -1,16 +1,8 @@
-"""Quality of a trained model by lm-evaluation-harness (docs/EVALUATE.md).
+"""lm-evaluation-harness with our kernels, and tasks for it (docs/EVALUATE.md).
 
-    python -m bench.evaluate --model_args pretrained=FOLDER,attention=sdpa --tasks nanoattn
-    python -m bench.evaluate tasks FOLDER [--key=value ...]
-
-The first takes the options of `lm_eval run`, and prints the kernels that ran. The second writes
-tasks, and text.txt to train on without the sums of the questions:
-
-    copy        k q z f = k q z f
-    add         4 7 + 8 5 = 1 3 2
-    recall_D    k 3 q 7 . . . . q 7         D symbols from a key's value to the question's
-
-recall is MQAR (Arora et al. 2023, arXiv 2312.04927); a window below D cannot see the value.
+copy        k q z f = k q z f
+add         4 7 + 8 5 = 1 3 2
+recall_D    k 3 q 7 . . . . q 7         D symbols from a key's value to the question's
 """
 
 from __future__ import annotations
@@ -60,9 +52,6 @@ def harness(argv: list[str]) -> int:
     return 0
 
 
-# --- the tasks ---
-
-
 @dataclass(frozen=True)
 class TasksConfig:
     """Write tasks for the harness, and text to train on: python -m bench.evaluate tasks FOLDER."""
@@ -91,6 +80,7 @@ def copy(config: TasksConfig, draw: random.Random, length: int = COPIED // 2) ->
 
 
 def add(draw: random.Random, question: bool) -> Question:
+    """The text has other sums than the questions."""
     while True:
         a, b = draw.randrange(100), draw.randrange(100)
         if ((3 * a + b) % 10 == 0) == question:
@@ -134,19 +124,11 @@ def tasks(argv: list[str]) -> int:
         # A question begins a line, as in text.txt.
         rows = [{"context": "\n" + gap.join(q), "answer": gap + gap.join(a)} for q, a in asked]
         write_at_once(file, "".join(json.dumps(row) + "\n" for row in rows))
-        task = {
-            "task": f"nanoattn_{name}",
-            "tag": "nanoattn",
-            "output_type": "loglikelihood",
-            "dataset_path": "json",
-            "dataset_kwargs": {"data_files": {"test": str(file)}},
-            "test_split": "test",
-            "metric_list": [{"metric": "acc"}],
-            "doc_to_text": "{{context}}",
-            "doc_to_target": "{{answer}}",
-            "target_delimiter": "",
-            "fewshot_delimiter": "",
-        }
+        task: dict[str, Any] = {"task": f"nanoattn_{name}", "tag": "nanoattn"}
+        task |= {"output_type": "loglikelihood", "dataset_path": "json"}
+        task |= {"dataset_kwargs": {"data_files": {"test": str(file)}}, "test_split": "test"}
+        task |= {"metric_list": [{"metric": "acc"}], "doc_to_text": "{{context}}"}
+        task |= {"doc_to_target": "{{answer}}", "target_delimiter": "", "fewshot_delimiter": ""}
         write_at_once(folder / f"{name}.yaml", json.dumps(task, indent=1))
         print(f"{file}: {task['task']}")
     return 0

@@ -22,7 +22,6 @@ if compgen -G ".whl/*.whl" >/dev/null; then
 fi
 
 cat >"$OUT/levers.py" <<'PY'
-import dataclasses
 import gc
 import os
 import runpy
@@ -35,8 +34,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import core.loss
 from attention import triton_flash
-from bench import candidates
-from bench.candidates import Job
+from bench.candidates import Job, Ours
 from bench.settings import load_config
 from core import flops
 from core.options import TrainConfig
@@ -133,10 +131,11 @@ class Variant:
         options, self.replaced, inductor = VARIANTS[name]
         options = {**BASE, **options, **(SMALL if TINY else {})}
         config = settings.to(TrainConfig, **options, attention_fallback=False)
-        sent = {"train": dataclasses.asdict(config), "vocab_size": V, "hf": None}
-        job = Job({**sent, "device": str(device)})
+        job = Job(name, Ours, "", settings, config, device, V, None, None)
         self.name, self.times = name, []
-        self.who = candidates.build("", job).for_training(job.setup.scaler())
+        torch.manual_seed(config.seed)
+        self.who = Ours(job)
+        self.who.for_training()
         self.batch = job.random_tokens(config.batch_size)
         self.tokens = config.batch_size * config.block_size
         start = time.time()

@@ -3,44 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 
 import attention
 from attention import Spec
+from attention.hf import implementation
 from attention.spec import Machine
 from bench import Json, hf
-from bench.machine import free_memory, reason
+from bench.candidates import Candidate, Job, NanoGPT, Ours
+from bench.machine import Description, free_memory, reason
+from bench.parts import model_of
 from bench.settings import Measured, vocabulary
 from bench.workers import Failure, Stop, once
-from core import flops
+from core.flops import Sizes
 from core.options import TrainConfig
 from core.settings import UserError, user_errors
 
 HF = ("eager", "sdpa", "flash_attention_2")
 # Longest sequences of backends that are not named.
 LONGEST = {"manual": 2048, "sdpa_math": 2048, "tiled": 2048}
-S = TypeVar("S", bound=Measured)
+Who = tuple[type[Candidate], str]  # a job's kind and what
 
 
 @dataclass(frozen=True)
-class Bench(Generic[S]):
+class Bench:
     mode: str
-    config: S
-    device: str
+    config: Any  # of the mode's class
+    device: torch.device
     backends: tuple[str, ...]
-    machine: Json
-    vocab_size: int
     left_out: Mapping[str, str]  # backend -> reason
+    vocab_size: int
     hf: Json  # name, config, sizes
+    machine: Json = field(default_factory=dict)
     reference: Json = field(default_factory=dict)  # of the first batch
 
     @property
     def cuda(self) -> bool:
-        return self.device.startswith("cuda")
+        return self.device.type == "cuda"
 
     @property
     def auto(self) -> bool:
@@ -56,9 +60,9 @@ class Bench(Generic[S]):
         known |= {"vocab_size": self.vocab_size, "reference": self.reference}
         return known | ({"hf": self.hf} if self.hf else {})
 
-    @property
-    def model(self) -> flops.Sizes:
-        return hf.model_of(self.part)
+    @cached_property
+    def model(self) -> Sizes:
+        return model_of(self.part)
 
     @property
     def layer(self) -> Json:
@@ -71,73 +75,66 @@ class Bench(Generic[S]):
         named = {attention.get(word).name for word in self.config.backends if word != "all"}
         return [name for name in self.backends if name in LONGEST and name not in named]
 
-    def candidates(self, implementations: tuple[str, ...] = HF) -> dict[str, str]:
-        """{row: argument of candidates.build()}: first backend, rivals, others, slow ones."""
-        ours = dict.fromkeys(sorted(self.backends, key=self.slow.__contains__), "")
+    def candidates(self, implementations: tuple[str, ...] = HF) -> dict[str, Who]:
+        """By row: first backend, rivals, others, slow ones."""
+        names = sorted(self.backends, key=self.slow.__contains__)
+        ours: dict[str, Who] = {name: (Ours, "") for name in names}
         others = rivals(getattr(self.config, "rival", ()), implementations)
         if self.hf:
-            ours = {name: hf.ours(name) for name in ours}
-            others = {"hf_eager": hf.KIND + "eager", "hf_sdpa": hf.KIND + "sdpa"}
+            ours = {name: (hf.HuggingFace, implementation(name)) for name in names}
+            others = {f"hf_{a}": (hf.HuggingFace, a) for a in ("eager", "sdpa")}
         return dict([*ours.items()][:1]) | others | ours
 
-    def refused(self, specs: Sequence[Json]) -> dict[str, str]:
+    def admit(self, name: str, spec: Json) -> None:
+        """Failure: a process of the backend could only refuse the Spec."""
+        if why := self.left_out.get(name):
+            raise Failure("unavailable", why)
+        if name not in self.backends:
+            return
         m, here = self.machine, Machine.here("cpu")
-        made = [Spec(**{"dtype": m["dtype"], **spec}) for spec in specs]
         if m["kind"] != "cpu":
             capability = tuple(m["capability"] or ()) or None
             here = replace(here, device=m["kind"], name=m["name"], capability=capability)
-        policy, found = replace(self.config.policy, fallback=False), dict(self.left_out)
-        for name in self.backends:
-            whys = []
-            for spec in made:
-                try:
-                    attention.resolve(name, spec, here, policy)
-                except attention.BackendUnavailable as e:
-                    whys.append(reason(e))
-            if whys and len(whys) == len(made):
-                found.setdefault(name, whys[0])
-        return found
+        policy = replace(self.config.policy, fallback=False)
+        try:
+            attention.resolve(name, Spec(**{"dtype": m["dtype"], **spec}), here, policy)
+        except attention.BackendUnavailable as e:
+            raise Failure("unavailable", reason(e)) from None
 
-    def job(self, name: str = "", batch_size: int = 1, rival: str = "", **changes: object) -> Json:
-        """`name`: the row, and without a rival the backend."""
-        ours = {"attention_backend": name} if name and not rival else {}
-        changes = {**ours, "attention_fallback": False, "batch_size": batch_size, **changes}
-        return {
-            "name": name,
-            "rival": rival,
-            "settings": self.config.flat(),
-            "train": asdict(self.config.to(TrainConfig, **changes)),
-            "device": self.device,
-            "vocab_size": self.vocab_size,
-            "hf": self.hf.get("config"),
-            "memory_limit": None if self.cuda else self.machine.get("memory_limit"),
-        }
+    def job(self, name: str = "", who: Who = (Ours, ""), batch_size: int = 1, **more: Any) -> Job:
+        """`name`: the row, and of our own the backend."""
+        ours = {"attention_backend": name} if name and who[0] is Ours else {}
+        changes = {**ours, "attention_fallback": False, "batch_size": batch_size, **more}
+        limit = None if self.cuda else self.machine.get("memory_limit")
+        config, (kind, what) = self.config.to(TrainConfig, **changes), who
+        return Job(name, kind, what, self.config, config, self.device, self.vocab_size,
+                   self.hf.get("config"), limit)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Plan:
-    work: str
-    jobs: Mapping[str, Json]  # row -> job, most valuable first
+    work: type[Any]
+    jobs: Mapping[str, Job]  # by row, most valuable first
     rounds: int
-    specs: Sequence[Json]  # fields of Specs; a backend that supports none is not started
+    spec: Callable[[Json], Json]  # fields of a point's Spec
     points: Sequence[Json] = ({},)
     longest: Mapping[str, int] = field(default_factory=dict)  # tokens of a slow backend
     skip: Callable[[Json, Sequence[Json]], str] = lambda row, rows: ""  # reason, or ""
     one_process: bool = False  # for all rounds of a candidate
-    reference: Json | None = None
+    reference: Job | str | None = None  # or why there is none
 
 
-def rivals(words: tuple[str, ...], implementations: tuple[str, ...] = HF) -> dict[str, str]:
-    found: dict[str, str] = {}
+def rivals(words: tuple[str, ...], implementations: tuple[str, ...] = HF) -> dict[str, Who]:
+    found: dict[str, Who] = {}
     for word in words:
         name, _, path = word.partition("=")
         if name == "nanogpt" and path:
             model = Path(path).expanduser().resolve() / "model.py"
             if not model.is_file():
                 raise UserError(f"{path} is not a nanoGPT checkout (model.py not found)")
-            found["nanogpt"] = f"bench.candidates:NanoGPT={model}"
+            found["nanogpt"] = NanoGPT, str(model)
         elif word == "hf":
-            found |= {f"hf_{a}": hf.KIND + a for a in implementations}
+            found |= {f"hf_{a}": (hf.HuggingFace, a) for a in implementations}
         else:
             raise UserError(f"--rival must be nanogpt=PATH or hf, got {word!r}")
     return found
@@ -166,7 +163,7 @@ def names(config: Measured, device: str) -> tuple[list[str], dict[str, str]]:
     return list(found), left_out
 
 
-def begin(mode: str, config: Measured, device: torch.device, stop: Stop) -> Bench[Any]:
+def begin(mode: str, config: Measured, device: torch.device, stop: Stop) -> Bench:
     rivals(getattr(config, "rival", ()))
     backends, left_out = names(config, device.type)
     vocab_size, source = vocabulary(config)
@@ -179,21 +176,18 @@ def begin(mode: str, config: Measured, device: torch.device, stop: Stop) -> Benc
     limit = None
     if device.type == "cpu":
         limit = int(1e9 * config.memory_gb if config.memory_gb else 0.7 * free_memory(device))
+    elif config.memory_gb:
+        raise UserError(f"--memory_gb limits processes on the CPU, got --device={device}")
     here = {"memory_limit": limit}
-    bench = Bench(mode, config, str(device), (*backends,), here, vocab_size, left_out, found)
-    rates = ["peak"] * (mode != "decode")  # each takes seconds
-    if mode in ("decode", "qualify") or getattr(config, "profile", False):
-        rates.append("bandwidth")
-    job = {"bandwidth_gbs": getattr(config, "bandwidth_gbs", None), "rates": rates, **bench.job()}
-    about = once("bench.machine:Description", job, config.timeout, stop)
+    bench = Bench(mode, config, device, (*backends,), left_out, vocab_size, found, here)
+    about = once(Description, bench.job(), stop)
     bench = replace(bench, machine={**about, "memory_limit": limit or about["free_memory"]})
     if not model:
         return bench
     counts = mode == "train" and not bench.auto
     batch = config.batch_size * config.gradient_accumulation_steps if counts else 1
     try:
-        job = bench.job(batch_size=batch)
-        reference = once("bench.hf:Reference", job, config.timeout, stop)
+        reference = once(hf.Reference, bench.job(batch_size=batch), stop)
     except Failure as e:
         if e.kind == "stopped":
             raise

@@ -20,9 +20,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-import attention
 from attention import Resolution
-from attention.machine.system import kineto, synchronize
+from attention.machine.system import synchronize
 from attention.machine.timing import Clock, Stamp, time_call
 from attention.select import select
 from attention.spec import Spec
@@ -30,27 +29,29 @@ from attention.truth import Inputs, truth
 from bench import Json, machine, parts, tables
 from bench.candidates import Job
 from bench.job import LONGEST, Bench, Plan
-from bench.settings import Kernel
-from bench.tables import MEMORY, PASSES, QUARTILES, Column, Row, error, number, percent
+from bench.tables import Row
 from core.flops import Peak, mean_keys
 
 Call = Callable[[list[Stamp]], tuple[Tensor, ...]]
 LONGEST_CHECKED = 8192  # tokens
 SURE = 0.1  # seconds above which launches do not matter
 MOST_CALLS = 1000
+FIELDS = {"H": "n_head", "Hkv": "n_kv_head", "D": "head_dim", "window": "window"}
 
 
-def plans(bench: Bench[Kernel], points: Sequence[Json] = ()) -> list[Plan]:
-    points = points or grid(bench)
-    names = {"H": "n_head", "Hkv": "n_kv_head", "D": "head_dim", "window": "window"}
-    specs = [{field: p[name] for name, field in names.items()} for p in points]
+def plans(bench: Bench, points: Sequence[Json] = ()) -> list[Plan]:
     jobs = {name: bench.job(name) for name in bench.candidates()}
     longest = {n: LONGEST[n] for n in (bench.slow if bench.config.lengths else LONGEST)}
-    how: Json = {"longest": longest, "skip": partial(too_long, bench)}
-    return [Plan("bench.kernel:Kernels", jobs, bench.config.rounds, specs, points, **how)]
+    skip = partial(too_long, bench.config.slowest_step)
+    points = points or grid(bench)
+    return [Plan(Kernels, jobs, bench.config.rounds, spec_of, points, longest, skip)]
 
 
-def grid(bench: Bench[Kernel]) -> list[Json]:
+def spec_of(point: Json) -> Json:
+    return {field: point[name] for name, field in FIELDS.items()}
+
+
+def grid(bench: Bench) -> list[Json]:
     config, model = bench.config, bench.model
     usual = tuple(512 * 2**i for i in range(7)) if bench.cuda else (128, 512, 2048)
     lengths = config.lengths or usual
@@ -66,14 +67,13 @@ def grid(bench: Bench[Kernel]) -> list[Json]:
     ]
 
 
-def too_long(bench: Bench[Kernel], row: Row, rows: Sequence[Row]) -> str:
-    """Reason not to measure a row, or ""."""
+def too_long(most: float, row: Row, rows: Sequence[Row]) -> str:
     point = row["point"]
     for other in (r for r in rows if r["backend"] == row["backend"] and r["rounds"]):
         took, at = min(r["ms"] for r in other["rounds"]) / 1e3, other["point"]
         wait = took * flops_of(point, True) / flops_of(at, True)
         same = bool(at["window"]) == bool(point["window"])
-        if same and took >= SURE and wait > bench.config.slowest_step:
+        if same and took >= SURE and wait > most:
             return f"a call would take {wait:.2g} s, as at {tables.where(at)} (--slowest_step)"
     return ""
 
@@ -85,42 +85,22 @@ def flops_of(point: Json, causal: bool) -> float:
 
 
 def figures(row: Row, part: Json) -> Json:
-    found, m = tables.medians(row), part["machine"]
-    for name, causal in (("tflops_causal", True), ("tflops_full", False)):
-        found[name] = 3 * flops_of(row["point"], causal) / (found["ms"] / 1e3) / 1e12
-    found["share"] = found["tflops_causal"] / m["peak_tflops"]
+    peak = Peak(part["machine"]["peak_tflops"], part["machine"]["peak_source"])
+    each, s = [3 * flops_of(row["point"], causal) for causal in (True, False)], row["ms"] / 1e3
+    causal, full = (flop / s / 1e12 for flop in each)
+    found: Json = {"tflops_causal": causal, "tflops_full": full, "share": causal / peak.tflops}
     if found["share"] > 1:
-        peak = Peak(m["peak_tflops"], m["peak_source"])
         found |= {"share": None, "share_why": f"above the peak of {peak}"}
     return found
 
 
-def heads(row: Row) -> str:
-    H, Hkv = row["point"]["H"], row["point"]["Hkv"]
-    return f"{H}" if Hkv == H else f"{H} ({Hkv} for keys)"
-
-
 MODE = tables.Mode(
     title="Attention alone, forward and backward",
-    columns=[
-        Column("B", lambda r: r["point"]["B"]),
-        Column("T", lambda r: r["point"]["T"]),
-        Column("H", heads),
-        Column("D", lambda r: r["point"]["D"]),
-        Column("window", lambda r: r["point"]["window"]),
-        *PASSES,
-        Column("both ms", "ms", number),
-        *QUARTILES,
-        Column("TFLOP/s", "tflops_causal", number),
-        Column("full", "tflops_full", number),
-        Column("of peak", "share", percent),
-        MEMORY,
-        Column("err out", "error_out", error),
-        Column("err grad", "error_grad", error),
-    ],
+    columns="B, T, H, D, window, fwd ms, bwd ms, both ms, quartiles, rounds, TFLOP/s, full, of peak"
+    ", memory, err out, err grad",
     notes="TFLOP/s: of the visible pairs; full: of all pairs; err: largest error over the largest "
     f"value, against float64; {tables.EXPLAINED}",
-    board=("TFLOP/s", "of peak", "both ms", "quartiles"),
+    board="TFLOP/s, of peak, both ms, quartiles",
     plans=plans,
     figures=figures,
     warm_up=" after a call, and another in each round",
@@ -131,24 +111,21 @@ MODE = tables.Mode(
 
 
 class Kernels:
-    def __init__(self, sent: Json) -> None:
-        self.job, self.name = Job(sent), sent["name"]
-        self.device, self.clock = self.job.device, Clock(self.job.device)
-        self.about = {"title": attention.get(self.name).title, "dtype": self.job.dtype}
-        self.seconds = sent["settings"]["seconds"] / 5
+    def __init__(self, job: Job) -> None:
+        self.job, self.device, self.clock = job, job.device, Clock(job.device)
+        self.about = {"dtype": job.dtype}
         self.kernels: dict[Spec, Json] = {}
 
     def prepare(self, request: Json) -> tuple[Call, Inputs, Spec, Resolution]:
-        H, Hkv, D, window = (request[name] for name in ("H", "Hkv", "D", "window"))
-        spec = Spec(H, Hkv, D, self.job.dtype, window=window)
-        chosen = select(self.name, spec, self.device, self.job.config.policy)
+        job, B, T = self.job, request["B"], request["T"]
+        spec = Spec(**spec_of(request), dtype=job.dtype)
+        chosen = select(job.name, spec, self.device, job.config.policy)
         backend = chosen.backend  # perhaps a prebuilt one
-        draw = torch.Generator(self.device).manual_seed(self.job.config.seed)
-        q, k, v, dout = (
-            torch.randn(request["B"], request["T"], h, spec.head_dim, generator=draw,
-                        device=self.device).to(self.job.setup.dtype)
-            for h in (spec.n_head, spec.n_kv_head, spec.n_kv_head, spec.n_head)
-        )  # fmt: skip
+        draw = torch.Generator(self.device).manual_seed(job.config.seed)
+        heads = (spec.n_head, spec.n_kv_head, spec.n_kv_head, spec.n_head)
+        shapes = [(B, T, h, spec.head_dim) for h in heads]
+        how: Json = {"generator": draw, "device": self.device}
+        q, k, v, dout = (torch.randn(shape, **how).to(job.setup.dtype) for shape in shapes)
         for t in (q, k, v):
             t.requires_grad_()
 
@@ -165,11 +142,8 @@ class Kernels:
     def warm_up(self, request: Json) -> Json:
         call, inputs, spec, chosen = self.prepare(request)
         if spec not in self.kernels:
-            with kineto(self.device.type) as watched:
-                call([])
-                synchronize(self.device)
             proof = {"kernels": list(chosen.kernels), "proof": chosen.proof}
-            self.kernels[spec] = parts.kernels_of(watched) | proof
+            self.kernels[spec] = parts.kernels_of(lambda: call([]), self.device) | proof
         answer = dict(self.kernels[spec])
         got = call([])
         if request["T"] <= LONGEST_CHECKED:
@@ -187,7 +161,8 @@ class Kernels:
         call, inputs, *_ = self.prepare(request)
         call([])
         took = time_call(lambda: call([]), self.device)
-        calls = min(max(round(self.seconds / max(took, 1e-6)), 1), MOST_CALLS)
+        seconds = self.job.settings.seconds / 5
+        calls = min(max(round(seconds / max(took, 1e-6)), 1), MOST_CALLS)
         stamps: list[Stamp] = []
         clock, start = self.clock, self.clock.start()
         for _ in range(calls):

@@ -22,11 +22,12 @@ from attention.machine.system import cpu_name
 from attention.machine.timing import Clock
 from bench import Json
 from bench.candidates import Job
+from bench.settings import Decode, Qualify
 from core import flops
 from core.runtime import OUT_OF_MEMORY, describe, peak_memory
 
 PACKAGES = ("torch", "triton", "flash_attn", "flash_attn_3", "transformers", "numpy")
-STATUS = Path("/proc/self/status")
+PROCESS = Path("/proc/self")
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
 DRIVER = Path("/proc/driver/nvidia/version")
@@ -34,9 +35,6 @@ CONTEXT = 600_000_000  # bytes of a CUDA context, which no allocator counts
 LARGEST_COPY = 2**30
 SLICE = 2**26  # bytes of a copy on a CPU: a fraction of a scheduler's turn
 NO_MEMORY = re.compile(f"bad_alloc|could not create a (primitive|memory)|{OUT_OF_MEMORY.pattern}")
-
-
-# --- memory ---
 
 
 def reset_peak(device: torch.device) -> bool:
@@ -47,7 +45,7 @@ def reset_peak(device: torch.device) -> bool:
         torch.cuda.reset_peak_memory_stats(device)
         return True
     with suppress(OSError):
-        return bool(Path("/proc/self/clear_refs").write_text("5", encoding="ascii"))
+        return bool((PROCESS / "clear_refs").write_text("5", encoding="ascii"))
     return False
 
 
@@ -55,9 +53,9 @@ def memory(device: torch.device, peak: bool = True) -> int:
     """Bytes now, or their peak since reset_peak()."""
     if device.type == "cuda" and not peak:
         return torch.cuda.memory_allocated(device)
-    if device.type == "cuda" or not STATUS.exists():
+    if device.type == "cuda" or not PROCESS.exists():
         return peak_memory(device)
-    return kilobytes(STATUS, "VmHWM" if peak else "VmRSS")
+    return kilobytes(PROCESS / "status", "VmHWM" if peak else "VmRSS")
 
 
 def kilobytes(file: Path, name: str) -> int:
@@ -75,6 +73,18 @@ def empty_cache(device: torch.device, keep: bool = False) -> int:
     return memory(device, peak=False)
 
 
+def free_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    if not MEMINFO.exists():
+        return 0
+    free = kilobytes(MEMINFO, "MemAvailable")
+    limit = CGROUP / "memory.max"
+    if limit.exists() and (most := limit.read_text().strip()).isdecimal():
+        free = min(free, int(most) - int((CGROUP / "memory.current").read_text(encoding="ascii")))
+    return free
+
+
 def out_of_memory(error: BaseException) -> bool:
     kinds = MemoryError, torch.OutOfMemoryError
     return isinstance(error, kinds) or NO_MEMORY.search(str(error)) is not None
@@ -85,7 +95,7 @@ def first_line(error: BaseException) -> str:
     return f"{name}: {(str(error).strip() or 'no message').splitlines()[0]}"
 
 
-def reason(error: ValueError) -> str:
+def reason(error: Exception) -> str:
     """REASON of "attention backend 'x' cannot run here. x: REASON", or the message."""
     return str(error).partition(" cannot run here. ")[2].partition(": ")[2] or str(error)
 
@@ -104,21 +114,6 @@ def largest(run: Callable[[int], object], device: torch.device, most: int) -> in
             bad = n
         reset_peak(device)
     return good
-
-
-def free_memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    if not MEMINFO.exists():
-        return 0
-    free = kilobytes(MEMINFO, "MemAvailable")
-    limit = CGROUP / "memory.max"
-    if limit.exists() and (most := limit.read_text().strip()).isdecimal():
-        free = min(free, int(most) - int((CGROUP / "memory.current").read_text(encoding="ascii")))
-    return free
-
-
-# --- description ---
 
 
 def bandwidth(device: torch.device, limit: int | None) -> float:
@@ -142,54 +137,42 @@ def bandwidth(device: torch.device, limit: int | None) -> float:
 
 
 class Description:
-    def __init__(self, sent: Json) -> None:
-        job = Job(sent)
-        self.device = device = job.device
-        wanted, cpu, cuda = job.config.peak_tflops, cpu_name() or platform.machine(), None
-        packages = {}
+    """This machine, and the rates that the mode needs: each takes seconds."""
+
+    def __init__(self, job: Job) -> None:
+        device, config, cpu = job.device, job.settings, cpu_name() or platform.machine()
+        dtype, cuda, driver, packages = job.dtype, None, None, {}
         for package in PACKAGES:
             with suppress(metadata.PackageNotFoundError):
                 packages[package] = metadata.version(package)
         if device.type == "cuda":
             cuda = torch.cuda.get_device_properties(device)
-            driver = DRIVER.read_text(encoding="utf-8") if DRIVER.exists() else ""
-            version = re.search(r"NVRM version:.*?\s(\d+\.[\d.]+)\s", driver)
-        self.about: Json = {
-            "device": str(device),
-            "kind": device.type,
-            "name": cuda.name if cuda else cpu,
-            "about": describe(device),
-            "cpu": cpu,
-            "threads": torch.get_num_threads(),
-            "packages": packages,
-            "system": f"{platform.system()} {platform.release()}",
-            "python": platform.python_version(),
-            "dtype": job.dtype,
-            "capability": [cuda.major, cuda.minor] if cuda else None,
-            "driver": version[1] if cuda and version else None,
-            "cuda": torch.version.cuda,
-            "cudnn": torch.backends.cudnn.version() if cuda else None,
-            # Before the rates, whose memory PyTorch keeps.
-            "free_memory": free_memory(device),
-            "busy": busy(device),
-            "products_tflops": None,
-        }
-        peak, rate, source = None, None, "not measured"
-        if "peak" in sent["rates"]:
-            peak = flops.peak(device, job.dtype, wanted)
+            text = DRIVER.read_text(encoding="utf-8") if DRIVER.exists() else ""
+            driver = re.search(r"NVRM version:.*?\s(\d+\.[\d.]+)\s", text)
+        self.about: Json = {"kind": device.type, "name": cuda.name if cuda else cpu, "cpu": cpu}
+        self.about |= {"about": describe(device), "threads": torch.get_num_threads()}
+        self.about |= {"packages": packages, "python": platform.python_version(), "dtype": dtype}
+        self.about |= {"system": f"{platform.system()} {platform.release()}"}
+        self.about |= {"capability": [cuda.major, cuda.minor] if cuda else None}
+        self.about |= {"driver": driver and driver[1], "cuda": torch.version.cuda}
+        self.about |= {"cudnn": torch.backends.cudnn.version() if cuda else None}
+        # Before the rates, whose memory PyTorch keeps.
+        self.about |= {"free_memory": free_memory(device), "busy": busy(device)}
+        peak, rate, source = flops.Peak(0, "not measured"), None, "not measured"
+        products = None
+        if not isinstance(config, Decode):
+            peak = flops.peak(device, dtype, config.peak_tflops)
             if cuda:
-                found = flops.measured_tflops(device, getattr(torch, job.dtype))
-                self.about["products_tflops"] = found
-        if given := sent["bandwidth_gbs"]:
+                products = flops.measured_tflops(device, getattr(torch, dtype))
+        if given := getattr(config, "bandwidth_gbs", None):
             rate, source = given * 1e9, "--bandwidth_gbs"
-        elif "bandwidth" in sent["rates"]:
-            measure = partial(bandwidth, device, sent["memory_limit"])
-            what = "bytes/s of copies and reads"
-            rate, when = flops.kept_rate(what, device, measure, wanted == "measure")
+        elif isinstance(config, Decode | Qualify) or getattr(config, "profile", False):
+            measure = partial(bandwidth, device, job.memory_limit)
+            what, again = "bytes/s of copies and reads", config.peak_tflops == "measure"
+            rate, when = flops.kept_rate(what, device, measure, again)
             source = f"{when}: copies and reads in {LARGEST_COPY / 1e9:.2g} GB"
-        self.about["peak_tflops"] = peak.tflops if peak else None
-        self.about["peak_source"] = peak.source if peak else "not measured"
-        self.about["peak_measured"] = peak is not None and peak.measured
+        self.about |= {"peak_tflops": peak.tflops or None, "peak_source": peak.source}
+        self.about |= {"products_tflops": products}
         self.about |= {"bandwidth": rate, "bandwidth_source": source}
         reset_peak(device)
 

@@ -1,5 +1,5 @@
-"""Rooflines of a training step: the larger of FLOPs at peak rate and bytes at full bandwidth
-(Williams, Waterman and Patterson 2009, CACM 52(4)), for perfectly fused kernels.
+"""Sizes of a record's model, and rooflines of its training step: the larger of FLOPs at peak rate
+and bytes at full bandwidth (Williams, Waterman and Patterson 2009, CACM 52(4)), perfectly fused.
 
 A step has N tokens in m micro-batches; L layers, C channels, E = H * D = C, K = Hkv * D, V tokens
 in the vocabulary, P weights; a: bytes of an activation (2 or 4); weights, gradients and AdamW's
@@ -20,21 +20,24 @@ visible pair, `keys` per query. AdamW writes all that it reads but the gradient.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch.autograd import DeviceType
 
+from attention.machine.system import kineto, synchronize
 from attention.proof import KERNELS
-from bench import Json, hf, tables
+from bench import Json, tables
 from bench.tables import Cells, Column, Row, number, percent
 from core import flops, profile
+from core.flops import Sizes, flops_per_token, mean_keys
+from core.options import TrainConfig
+from core.settings import from_dict
 from model import GPTConfig
 
-PARTS = ("linear", "head and loss", "attention", "norms and elementwise", "embedding", "optimizer",
-         "data", "gaps", "unattributed")  # fmt: skip  # the last three in older records
 OF_CLASS = {  # class of kernels -> parts
     "products": ("linear", "head and loss"),
     "attention": ("attention",),
@@ -56,10 +59,32 @@ NOTES = (
 )
 
 
+@flops_per_token.register
+def _(config: SimpleNamespace, T: int, causal: bool = False) -> float:
+    found: float = config.other_flops
+    for layer in config.layers:
+        keys = mean_keys(T, layer["window"]) if causal else T
+        found += 12 * layer["n_head"] * layer["head_dim"] * keys
+    return found
+
+
+def model_of(part: Json) -> Sizes:
+    """A record's GPTConfig, or the counted sizes of a transformers model (hf.py)."""
+    if counted := part.get("hf", {}).get("counted"):
+        layers = counted["layers"]
+        sizes = {name: layers[0][name] for name in ("n_head", "head_dim")}
+        sizes |= {"kv_heads": layers[0]["n_kv_head"], "n_layer": len(layers)}
+        windows = tuple(layer["window"] for layer in layers)
+        return SimpleNamespace(**counted, **sizes, windows=windows)
+    ours = {f.name for f in fields(TrainConfig)} - {"batch_size"}
+    given = {k: v for k, v in part["settings"].items() if k in ours}
+    return GPTConfig.of(from_dict(TrainConfig, given), part["vocab_size"])
+
+
 @dataclass(frozen=True)
 class Work:
-    flops: float
-    bytes: float
+    flops: float = 0
+    bytes: float = 0
 
     def ms(self, tflops: float, bandwidth: float) -> float:
         return 1e3 * max(self.flops / (tflops * 1e12), self.bytes / bandwidth)
@@ -82,8 +107,8 @@ def work(
     P = flops.n_params(config)
     P += T * C if config.position == "learned" else 0
     P += 0 if config.tied else V * C
-    keys = sum(flops.mean_keys(T, w) for w in config.windows) / config.n_layer
-    found = {
+    keys = sum(mean_keys(T, w) for w in config.windows) / config.n_layer
+    return {
         "linear": Work(6 * N * L * W, L * (3 * a * N * S + micro * W * (2 * a + 4))),
         "head and loss": Work(6 * N * V * C, 3 * a * N * C + micro * V * C * (2 * a + 4)),
         "attention": Work(14 * N * L * C * keys, a * N * L * (6 * C + 6 * K)),
@@ -91,7 +116,6 @@ def work(
         "embedding": Work(0, N * C * (4 + 2 * a) + 8 * C * min(N, V)),
         "optimizer": Work(0, (28 + 4 * clip + 12 * (micro - 1)) * P),
     }
-    return {part: found.get(part, Work(0, 0)) for part in PARTS}
 
 
 def at_roofline(parts: dict[str, Work], config: GPTConfig, sequences: int, tflops: float,
@@ -102,41 +126,36 @@ def at_roofline(parts: dict[str, Work], config: GPTConfig, sequences: int, tflop
     return {"ms": ms, **flops.Speed(config, T, sequences * T / (ms / 1e3), of).row()}
 
 
-# --- a profile of a record ---
-
-
 def beside(ms: float, least: float) -> float | None:
     """Multiple of the roofline; None below it (caches, other parts' work)."""
     return ms / least if least and ms >= least else None
 
 
 def computed(found: Json, row: Row, part: Json) -> Json:
-    """Figures from a profile's times; older records have one micro-batch."""
-    model, settings, m = hf.model_of(part), part["settings"], part["machine"]
+    """Figures from a profile's times; older records have parts, and one micro-batch."""
+    model, settings, m = model_of(part), part["settings"], part["machine"]
     old, micro = "parts" in found, settings["gradient_accumulation_steps"]
     batch, micro = (row["batch_size"], 1) if old else (row["batch_size"] * micro, micro)
     works = work(model, batch, micro, m["dtype"], bool(settings["grad_clip"]))
-    given = settings.get("bandwidth_gbs")
-    known = None if given else flops.datasheet_bandwidth(m["name"])
+    known = None if settings.get("bandwidth_gbs") else flops.datasheet_bandwidth(m["name"])
     bandwidth, source = known or (m["bandwidth"], m["bandwidth_source"])
-    peak = m["peak_tflops"]
-    products = settings.get("products_tflops") or m["products_tflops"]
-
-    def line(ms: float, total: float, works: Sequence[Work]) -> Json:
-        least = sum(w.ms(peak, bandwidth) for w in works)
-        whole = Work(sum(w.flops for w in works), sum(w.bytes for w in works))
-        limit, times = whole.limit(peak, bandwidth), beside(ms, least)
-        return {"ms": ms, "share": ms / total, "roofline_ms": least, "times": times, "limit": limit}
-
+    peak, products = m["peak_tflops"], settings.get("products_tflops") or m["products_tflops"]
+    classes = {p["part"]: p["ms"] for p in found["parts"]} if old else found["classes"]
+    total, lines = sum(classes.values()), {}
+    for name, ms in classes.items():
+        its = [works.get(p, Work()) for p in ((name,) if old else OF_CLASS.get(name, ()))]
+        least = sum(w.ms(peak, bandwidth) for w in its)
+        whole = Work(sum(w.flops for w in its), sum(w.bytes for w in its))
+        lines[name] = {"ms": ms, "share": ms / total, "roofline_ms": least}
+        lines[name] |= {"times": beside(ms, least), "limit": whole.limit(peak, bandwidth)}
     made: Json = {"bandwidth": bandwidth, "bandwidth_source": source, "products_tflops": products}
     if old:
-        total = made["ms"] = sum(p["ms"] for p in found["parts"])
-        lines = [{**p, **line(p["ms"], total, [works[p["part"]]])} for p in found["parts"]]
-        made["parts"] = [{**p, "over_ms": p["ms"] - p["roofline_ms"]} for p in lines]
+        over = [p["ms"] - lines[p["part"]]["roofline_ms"] for p in found["parts"]]
+        made["parts"] = [{**p, **lines[p["part"]], "over_ms": ms}
+                         for p, ms in zip(found["parts"], over)]  # fmt: skip
+        made["ms"] = total
     else:
-        times, total = found["classes"], sum(found["classes"].values())
-        of_class = {c: [works[p] for p in OF_CLASS.get(c, ())] for c in times}
-        made["rooflines"] = {c: line(ms, total, of_class[c]) for c, ms in times.items()}
+        made["rooflines"] = lines
     for name, rate in (("ceiling", peak), ("reachable", products)):
         if rate:
             made[name] = at_roofline(works, model, batch, rate, bandwidth, peak)
@@ -168,7 +187,10 @@ def table(found: Json, of: str = "") -> Cells:
     return tables.table(COLUMNS, lines, of)
 
 
-def kernels_of(watched: torch.profiler.profile) -> dict[str, list[str]]:
+def kernels_of(call: Callable[[], object], device: torch.device) -> dict[str, list[str]]:
+    with kineto(device.type) as watched:
+        call()
+        synchronize(device)
     ran: Any = watched.key_averages()
     on_device = [e.key for e in ran if e.device_type != DeviceType.CPU]
     return {

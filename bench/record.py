@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from attention import is_code
-from bench import ROOT, Json, converge, hf, parts, report, tables
+from bench import ROOT, Json, converge, parts, report, tables
 from bench.tables import Row
 from core import flops
 from core.files import write_at_once
@@ -27,23 +27,20 @@ from core.settings import UserError, user_errors
 
 FORMAT = 4  # 1: rounds without sizes, no proofs; 2: no digest; 3: other conclusions
 ANY = r"(flash|efficient|cudnn|math|overrideable)( \((CPU|MPS|FA\d)\))?"
-SHORT = {  # names in attention/proof.py's KERNELS; empty: none
-    "manual tiled hf_eager": "",
-    "sdpa sdpa_bmm hf_sdpa": ANY,
-    "sdpa_flash": r"flash( \((CPU|FA\d)\))?",
-    "sdpa_efficient": "efficient",
-    "sdpa_cudnn": "cudnn",
-    "sdpa_math": r"math( \(MPS\))?",
-    "triton": r"flash \(our Triton\)",
-    "paged": rf"(paged decode \(Triton\)|{ANY})?",
-    "nanogpt": rf"({ANY})?",
-}
-ON_GPU = {  # names on the device
-    "flex": "flex",
-    "flex_flash": "flash",
-    # Not PyTorch's own FlashAttention-2.
-    "flash_attn_2 flash_attn_3 flash_attn_4 hf_flash_attention_2": "^(?!.*pytorch_).*flash",
-}
+FLASH = r"^(?!.*pytorch_).*flash"  # not PyTorch's own FlashAttention-2
+KERNELS = {  # backend: its names in attention/proof.py's KERNELS, its name on a GPU
+    "manual": ("", ""), "tiled": ("", ""), "hf_eager": ("", ""),
+    "sdpa": (ANY, ""), "sdpa_bmm": (ANY, ""), "hf_sdpa": (ANY, ""), "nanogpt": (f"({ANY})?", ""),
+    "sdpa_flash": (r"flash( \((CPU|FA\d)\))?", ""),
+    "sdpa_efficient": ("efficient", ""),
+    "sdpa_cudnn": ("cudnn", ""),
+    "sdpa_math": (r"math( \(MPS\))?", ""),
+    "triton": (r"flash \(our Triton\)", ""),
+    "paged": (rf"(paged decode \(Triton\)|{ANY})?", ""),
+    "flex": ("", "flex"), "flex_flash": ("", "flash"),
+    "flash_attn_2": ("", FLASH), "flash_attn_3": ("", FLASH), "flash_attn_4": ("", FLASH),
+    "hf_flash_attention_2": ("", FLASH),
+}  # fmt: skip
 FUSED = re.compile(r"flash|fmha|cudnn.*sdpa", re.I)
 RIVALS = {"nanogpt", "hf_eager", "hf_sdpa", "hf_flash_attention_2"}
 STATUSES = ("ok", "unavailable", "failed", "skipped", "stopped")
@@ -61,18 +58,19 @@ def git_state() -> Json:
 
 
 def complete(content: Json) -> Json:
+    """A record with all figures and conclusions, computed from its rounds."""
     content = copy.deepcopy(content)
     if content["mode"] != "qualify":
         if "n_layer" in content["settings"]:
-            model, both = hf.model_of(content), {"mfu": False, "mfu_causal": True}
-            counts = {
+            model, both = parts.model_of(content), {"mfu": False, "mfu_causal": True}
+            content["flops_per_token"] = {
                 of: flops.flops_per_token(model, model.block_size, c) for of, c in both.items()
             }
-            content["flops_per_token"] = counts
         for row in content["rows"]:
             if row["status"] != "ok":
                 row.pop("rounds", None)
                 continue
+            row |= tables.medians(row)
             row |= report.MODES[row["mode"]].figures(row, content)
             if "ms" in (profile := row.get("profile", {})):
                 row["profile"] = profile | parts.computed(profile, row, content)
@@ -115,6 +113,8 @@ def write(folder: Path, content: Json, whole: bool = True) -> None:
 
 
 def verify(content: Json) -> list[str]:
+    """Problems: what complete() computes otherwise, what contradicts the settings, what no kernel
+    of that name does."""
     try:
         ours = {"rows", "stages"} & content.keys()
         return list(dict.fromkeys(problems(content))) if ours else []
@@ -137,10 +137,10 @@ def of_part(part: Json, again: Json) -> Iterator[str]:
     m, settings, mode = part["machine"], part["settings"], part["mode"]
     known = datasheet_tflops(m["name"], m["dtype"], bool(settings.get("tf32")))
     peak, bandwidth = settings.get("peak_tflops"), settings.get("bandwidth_gbs")
-    given: Json = {"dtype": settings.get("dtype", "auto").replace("auto", "")}
-    given["peak_tflops"] = known[0] if known else None if peak == "measure" else peak
+    given = {"dtype": settings.get("dtype", "auto"), "peak_tflops": known[0] if known else peak}
     given["bandwidth"] = bandwidth and 1e9 * bandwidth
-    given = {k: v for k, v in given.items() if v and m[k] is not None}  # decode needs no peak
+    none = (None, "auto", "measure")
+    given = {k: v for k, v in given.items() if v not in none and m[k] is not None}
     yield from differences(m, given, "machine")
     if not m["peak_source"]:
         yield f"its peak of {m['peak_tflops']:,.4g} TFLOP/s has no source"
@@ -149,12 +149,7 @@ def of_part(part: Json, again: Json) -> Iterator[str]:
         yield from differences(part.get("flops_per_token", {}), counts, "flops_per_token")
     for row, new in zip(part["rows"], again["rows"], strict=True):
         at = tables.where(row["point"], row["mode"], row["backend"])
-        cut = mode == "converge" and row["status"] == "stopped"
-        rounds = 0 if cut else len(row.get("rounds", ()))
-        if row["status"] not in (STATUSES[:1] if rounds else STATUSES):
-            yield f"{at}: its status is {row['status']!r}, and it has {rounds} rounds"
-        if row["status"] == "ok":
-            yield from (f"{at}: {why}" for why in of_row(row, new, part))
+        yield from (f"{at}: {why}" for why in of_row(row, new, part))
     yield from report.disagreeing([row for row in part["rows"] if row["status"] == "ok"], part)
     if mode == "converge" and (wide := settings["tolerance"]) > TOLERANCE:
         yield f"its tolerance is {wide:.0%}, at most {TOLERANCE:.0%} is allowed"
@@ -176,10 +171,14 @@ def differences(got: Any, want: Any, name: str = "") -> Iterator[str]:
 
 def of_row(row: Row, again: Row, part: Json) -> Iterator[str]:
     settings, mode, dtype = part["settings"], row["mode"], part["machine"]["dtype"]
-    old = part["format"] == 1
-    expected = report.MODES[mode].rounds(settings)
-    if len(row["rounds"]) < expected and part.get("complete", True) and not old:
-        yield f"it has {len(row['rounds'])} of {expected} rounds"
+    old, status, expected = part["format"] == 1, row["status"], report.MODES[mode].rounds(settings)
+    rounds = 0 if (mode, status) == ("converge", "stopped") else len(row.get("rounds", ()))
+    if status not in (STATUSES[:1] if rounds else STATUSES):
+        yield f"its status is {status!r}, and it has {rounds} rounds"
+    if status != "ok":
+        return
+    if rounds < expected and part.get("complete", True) and not old:
+        yield f"it has {rounds} of {expected} rounds"
     unknown = {"mbu"} if old and row["backend"] in RIVALS else ()
     yield from differences(row, {k: v for k, v in again.items() if k not in unknown})
     paths = mode == "converge" and settings.get("paths")
@@ -208,21 +207,18 @@ def of_row(row: Row, again: Row, part: Json) -> Iterator[str]:
 
 def of_kernels(row: Row, cuda: bool) -> Iterator[str]:
     name, seen, on_device = row["backend"], row["kernels"], row.get("device_kernels") or []
-    short, device = (
-        next((shown for names, shown in table.items() if name in names.split()), None)
-        for table in (SHORT, ON_GPU)
-    )
-    if short is None and device is None:
+    if name not in KERNELS:
         if not is_code(name):
             yield f"unknown backend {name!r}"
         return
-    wrong = [kernel for kernel in seen if not re.fullmatch(short or "", kernel)]
+    short, device = KERNELS[name]
+    wrong = [kernel for kernel in seen if not re.fullmatch(short, kernel)]
     if device:
         some = any(re.search(device, kernel, re.I) for kernel in on_device)
         lacks = cuda and row["mode"] in ("train", "kernel") and not some
     else:
         wrong += [k for k in on_device if FUSED.search(k)] if not short else []
-        lacks = not seen and not re.fullmatch(short or "", "")
+        lacks = not seen and not re.fullmatch(short, "")
     if wrong:
         yield f"another kernel than {name}'s ran: {', '.join(wrong)}"
     if lacks:

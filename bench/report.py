@@ -19,21 +19,19 @@ MODES: dict[str, Mode] = {
 SLOW = 0.6  # of the peak, for large products
 SHARES = {"mfu": "mfu", "share": "share of the peak", "mbu": "mbu"}
 MEASURE = "[MEASURE.md](../../../docs/MEASURE.md)"  # as seen from bench/records/NAME
+KNOWN = ("command", "date", "commit", "device", "software")  # to who runs the bench
 
 
 def failure(found: dict[str, str]) -> str:
     return f"{found['what']}, {found['dtype']}: {found['why']}"
 
 
-PROOF = (
-    Column("backend", "backend"),
-    Column("right", "right"),
-    Column("wrong", "wrong"),
-    Column("refused", "refused"),
+PROOF = [Column(name, name) for name in ("backend", "right", "wrong", "refused")]
+PROOF += [
     Column("not reached", "not_reached"),
     Column("canary", "canary", {True: "ok", False: "LEAKS"}.__getitem__),
     Column("first failure", lambda r: next(map(failure, r["failures"]), None)),
-)
+]
 
 
 def sections_of(content: Json) -> list[Json]:
@@ -54,10 +52,22 @@ def incomplete(rows: list[Row], part: Json, why: str) -> str:
     return "; ".join(found + [f"{few} have fewer than {rounds} rounds"] * bool(found and few))
 
 
+def rows_of(content: Json, name: str) -> list[Json]:
+    return [r for s in content["stages"] if s["name"] == name for r in s["record"].get("rows", ())]
+
+
+def failed(content: Json) -> bool:
+    """True if a kernel was wrong, a training ended elsewhere, or nothing was measured."""
+    if content["mode"] == "qualify":
+        wrong = any(row["wrong"] for row in rows_of(content, "proof"))
+        return wrong or not any(stage["status"] == "done" for stage in content["stages"])
+    bad = content["mode"] == "converge" and any(r.get("verdict") == "FAIL" for r in content["rows"])
+    return bad or not any(r["status"] == "ok" for r in content["rows"])
+
+
 def title(content: Json) -> str:
-    mode = content["mode"]
-    what = MODES[mode].title if mode in MODES else "What this machine can do"
-    title = f"{what}, {content['machine']['about']}"
+    mode = MODES.get(content["mode"])
+    title = f"{mode.title if mode else 'What this machine can do'}, {content['machine']['about']}"
     return title if content.get("complete", True) else f"INCOMPLETE: {title}"
 
 
@@ -65,17 +75,16 @@ def facts(content: Json) -> dict[str, str]:
     m, s, mode = content["machine"], content["settings"], content["mode"]
     versions = {k: m[k] for k in ("driver", "cuda", "cudnn", "python") if m.get(k)}
     software = ", ".join(f"{k} {v}" for k, v in (m["packages"] | versions).items())
-    found = {name: content[name] for name in ("command", "date")}
     dirty = " (with changes)" if content["dirty"] else ""
+    found = {name: content[name] for name in ("command", "date")}
     found["commit"] = (content["commit"] or "none")[:10] + dirty
     found |= {"device": m["about"], "software": f"{software}, {m['system']}"}
-    if "hf" in content:
-        count = content["hf"]["counted"]["parameters"]
-        model = f"{content['hf']['name']}, random weights, {count:,} parameters that a token uses"
-    elif mode != "kernel":
+    if mode != "kernel":
         model = f"{s['n_layer']} layers, {s['n_embd']} wide, {s['n_head']} heads, vocabulary "
         model += f"{content['vocab_size']:,}"
-    if mode != "kernel":
+        if "hf" in content:
+            name, count = content["hf"]["name"], content["hf"]["counted"]["parameters"]
+            model = f"{name}, random weights, {count:,} parameters that a token uses"
         batch = f"batch {s['batch_size']}, " if mode != "decode" else ""
         found["model"] = f"{model}, {s['block_size']} tokens, {batch}{m['dtype']}"
     if mode == "decode":
@@ -101,10 +110,10 @@ def sections(content: Json) -> Iterator[tuple[str, Cells, str]]:
             yield "Proof", tables.table(PROOF, stage["record"]["rows"]), ""
     for part in sections_of(content):
         of, rows = flops.given(part["machine"]["peak_source"]), part["rows"]
+        ok = [row for row in rows if row["status"] == "ok"]
         for name, mode in MODES.items():
-            made = tables.measured(mode.columns, [r for r in rows if r["mode"] == name], of)
-            if made[1]:
-                yield mode.title, made, mode.notes
+            if its := [row for row in ok if row["mode"] == name]:
+                yield mode.title, tables.measured(mode.columns, its, of), mode.notes
         for row in rows:
             p = row.get("profile", {})
             if "rooflines" in p:
@@ -118,7 +127,7 @@ def readme(content: Json) -> str:
     text = [f"# {title(content)}"]
     text += [f"**Incomplete**: {content['incomplete']}."] if "incomplete" in content else []
     text.append("\n".join(f"- {name}: {value}" for name, value in known))
-    text += [f"- **{a.partition(': ')[0]}**: {a.partition(': ')[2]}" for a in content["answers"]]
+    text += ["- **{0}**: {2}".format(*a.partition(": ")) for a in content["answers"]]
     for name, made, notes in sections(content):
         text += [f"## {name}", tables.markdown(made), *([notes] if notes else [])]
     text.append(f"[Every round](record.json). Columns, and what to report: {MEASURE}")
@@ -126,19 +135,14 @@ def readme(content: Json) -> str:
 
 
 def terminal(content: Json) -> str:
-    """Text without what the user knows; conclusions last."""
-    hidden = ("command", "date", "commit", "device", "software")
     known = {"incomplete": content.get("incomplete", ""), **facts(content)}
     known["no reference"] = content.get("reference", {}).get("why", "")
-    text = [f"{name}: {value}" for name, value in known.items() if value and name not in hidden]
-    text = [title(content), *text]
+    text = [title(content)]
+    text += [f"{name}: {value}" for name, value in known.items() if value and name not in KNOWN]
     for name, made, notes in sections(content) if content["mode"] != "qualify" else ():
         text += [f"\n{name}\n{tables.markdown(made, terminal=True)}"]
         text += [f"\n{notes}"] if notes else []
     return "\n".join([*text, "", *content["answers"]])
-
-
-# --- conclusions ---
 
 
 def answers(content: Json) -> list[str]:
@@ -180,7 +184,7 @@ def disagreeing(rows: list[Row], content: Json) -> list[str]:
 
 def of_stages(content: Json) -> list[str]:
     stages: Json = {stage["name"]: stage["record"] for stage in content["stages"]}
-    proved, m = stages.get("proof", {}).get("rows", []), content["machine"]
+    proved, m = rows_of(content, "proof"), content["machine"]
     found, doubts = [], []
     if proved:
         right = [r for r in proved if r["right"] and not r["wrong"]]

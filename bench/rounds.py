@@ -5,16 +5,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from bench import Json, report, tables
+from bench.hf import Reference
 from bench.job import Bench, Plan
 from bench.tables import Row
 from bench.workers import Failure, Stop, Worker, once
 
 SHOWN = 2  # rounds of a shown row
 TOGETHER = 3
+Save = Callable[[Json], object]
 
 
 def key(row: Row) -> str:
@@ -24,33 +25,32 @@ def key(row: Row) -> str:
 class Turns:
     """`save` receives the record after every round."""
 
-    def __init__(self, bench: Bench[Any], stop: Stop, save: Callable[[Json], object]) -> None:
+    def __init__(self, bench: Bench, stop: Stop, save: Save | None) -> None:
         self.bench, self.stop, self.save = bench, stop, save
         self.began, self.reference = time.perf_counter(), bench.reference
         self.rows: dict[str, Row] = {}
         self.ended: set[str] = set()
         self.workers: dict[str, Worker] = {}
-        self.refused: dict[str, Failure] = {}
         self.peak = 0  # bytes of the largest process
         self.crowded = False  # sleeping processes do not fit into memory
         self.fresh = False  # every round had a new process
         self.took: dict[bool, float] = {}  # longest seconds of a group, by: new?
+        self.again: list[Row] | None = None  # for each other's memory; None: alone
 
     def run(self, plan: Plan) -> None:
-        self.plan, bench = plan, self.bench
-        refused = bench.refused(plan.specs)
-        none: Json = {"mode": bench.mode, "status": "stopped", "why": ["no round was measured"]}
-        made = [none | {"backend": name, "point": point, "rounds": []}
-                for point in plan.points for name in plan.jobs]  # fmt: skip
+        self.plan = plan
+        none: Json = {"mode": self.bench.mode, "status": "stopped"}
+        none |= {"why": ["no round was measured"], "rounds": []}
+        made = [{**none, "backend": name, "point": p} for p in plan.points for name in plan.jobs]
         rows = [self.rows.setdefault(key(row), row) for row in made]
-        for row in rows:
-            if why := refused.get(row["backend"]):
-                self.failed(row, Failure("unavailable", why))
         done = max((len(row["rounds"]) for row in rows), default=0)
         self.target = done + plan.rounds
         first = done + min(plan.rounds, SHOWN if self.stop.left < math.inf else 1)
         try:
-            for group in self.groups(rows):
+            while waiting := self.waiting(rows, first):
+                alone = not self.bench.cuda or self.bench.auto or self.crowded
+                few = waiting[: 1 if alone else TOGETHER]
+                group = [*{row["backend"]: row for row in few[::-1]}.values()][::-1]
                 began, new = time.monotonic(), group[0]["backend"] not in self.workers
                 self.prepare(group)
                 self.turns(group, first)
@@ -61,27 +61,18 @@ class Turns:
         finally:
             self.drop(*self.workers)
 
-    def groups(self, rows: list[Row]) -> Iterator[list[Row]]:
-        group: list[Row] = []
-        for row in (row for row in rows if key(row) not in self.ended):
-            alone = not self.bench.cuda or self.crowded or self.bench.auto
-            same = row["backend"] in (other["backend"] for other in group)
-            if group and (alone or same or len(group) == TOGETHER):
-                yield group
-                group = []
-            group.append(row)
-        if group:
-            yield group
+    def waiting(self, rows: Sequence[Row], rounds: int) -> list[Row]:
+        return [r for r in rows if key(r) not in self.ended and len(r["rounds"]) < rounds]
 
     def turns(self, rows: Sequence[Row], rounds: int) -> None:
         for n in range(1, rounds + 1):
-            waiting = [r for r in rows if key(r) not in self.ended and len(r["rounds"]) < n]
-            for row in waiting:
+            for row in (waiting := self.waiting(rows, n)):
                 if not self.is_warm(row):
                     self.prepare([row])
-                self.round(row)
+                if self.is_warm(row):
+                    self.attempt(self.round, row)
                 self.make_room()
-            if waiting and not self.stop.why:
+            if self.save and waiting and not self.stop.why:
                 self.save(self.content("the run had not ended"))
 
     def is_warm(self, row: Row) -> bool:
@@ -89,15 +80,10 @@ class Turns:
         return worker is not None and name in worker.warm and name not in self.ended
 
     def round(self, row: Row) -> None:
-        if not self.is_warm(row):
-            return
         self.stop.watch(f"round {len(row['rounds']) + 1}: {key(row)}")
-        try:
-            # A warm-up is not lost: receive() allows some seconds more.
-            self.stop.check(0.0 if row["rounds"] else math.inf)
-            answer = self.seen(row, self.workers[row["backend"]].ask(self.request(row)))
-        except Failure as e:
-            return self.failed(row, e)
+        # A warm-up is not lost: receive() allows some seconds more.
+        self.stop.check(0.0 if row["rounds"] else math.inf)
+        answer = self.seen(row, self.workers[row["backend"]].ask("round", self.request(row)))
         row |= {"status": "ok", "rounds": [*row["rounds"], answer]}
         row.pop("why", None)
         if len(row["rounds"]) == min(SHOWN, self.plan.rounds):
@@ -107,54 +93,51 @@ class Turns:
 
     def make_room(self) -> None:
         """End processes that do not fit; with one_process after all rounds."""
-        held = sum(w.last["held_bytes"] for w in self.workers.values()) + self.peak
+        held = sum(worker.held_bytes for worker in self.workers.values()) + self.peak
         self.crowded |= 0 < 0.9 * self.bench.machine["memory_limit"] < held
         if not self.crowded:
             return
         self.fresh |= not self.plan.one_process
         for row in self.rows.values() if self.plan.one_process else ():
             while self.is_warm(row) and len(row["rounds"]) < self.target:
-                self.round(row)
+                self.attempt(self.round, row)
         self.drop(*self.workers)
 
     def prepare(self, group: list[Row]) -> None:
-        started, again = [], []
-        for row in group:
-            try:
-                self.start(row)
-                started.append(row)
-            except Failure as e:
-                self.failed(row, e)
+        """Start and warm up; rows that ran out of memory together again, one by one."""
+        left = [row for row in group if key(row) not in self.ended]
+        started = [row for row in left if self.attempt(self.start, row)]
         if self.bench.cuda:
             self.refer()
+        self.again = [] if len(started) > 1 else None
         for row in started:
-            worker = self.workers[row["backend"]]
-            try:
-                warm = self.seen(row, worker.receive())
-            except Failure as e:
-                if len(started) > 1 and "out of memory" in str(e):  # of both together
-                    self.drop(row["backend"])
-                    again.append(row)
-                else:
-                    self.failed(row, e)
-                continue
-            worker.warm.add(key(row))
-            if "setup_s" not in row:
-                warm.pop("peak_bytes", None)
-                last, setup_s = worker.last, worker.last["built_at"] - worker.began
-                row |= {**last["about"], **warm, "setup_s": setup_s, "warm_up_s": last["took_s"]}
-        for row in again:
+            self.attempt(self.finish, row)
+        again, self.again = self.again, None
+        for row in again or ():
             self.prepare([row])
 
+    def attempt(self, do: Callable[[Row], None], row: Row) -> bool:
+        try:
+            do(row)
+        except Failure as e:
+            self.failed(row, e)
+            return False
+        return True
+
+    def finish(self, row: Row) -> None:
+        worker = self.workers[row["backend"]]
+        warm = self.seen(row, worker.receive())
+        worker.warm.add(key(row))
+        if "setup_s" not in row:
+            row |= {name: value for name, value in warm.items() if name != "peak_bytes"}
+
     def start(self, row: Row) -> None:
-        """Send the warm-up; with --batch_size=auto find the size in another process, as memory
-        fragments. Failure: not worth a process, or time is up."""
-        name, plan, stop, timeout = row["backend"], self.plan, self.stop, self.bench.config.timeout
+        """Send the warm-up. Failure: not worth a process, or time is up."""
+        name, plan, stop, job = row["backend"], self.plan, self.stop, self.plan.jobs[row["backend"]]
         stop.check(0.0 if row["rounds"] else math.inf)  # inf: for signals only
         if not row["rounds"]:
-            if name in self.refused:
-                raise self.refused[name]
-            T = row["point"].get("T", self.bench.config.block_size)
+            self.bench.admit(name, plan.spec(row["point"]))
+            T = row["point"].get("T", job.config.block_size)
             if (most := plan.longest.get(name, T)) < T:
                 beyond = f" beyond {most:,} tokens" if most else ""
                 also = ", and --lengths" if self.bench.mode == "kernel" else ""
@@ -162,28 +145,28 @@ class Turns:
             if why := plan.skip(row, [*self.rows.values()]):
                 raise Failure("skipped", why)
             need = self.took.get(name not in self.workers, 0.0)
-            if stop.left < need or stop.left < 0:
+            if stop.left < max(need, 0):
                 took = f"it takes about {need:.0f} s" if need else stop.spent
                 raise Failure("stopped", f"{took}, and {max(stop.left, 0):.0f} s were left")
-        self.stop.watch(f"warm-up: {key(row)}")
-        job = plan.jobs[name]
-        if self.bench.auto and "batch_size" not in row:
-            eager = {**job, "train": {**job["train"], "compile": False}}
-            request = {**self.request(row), "largest": True}
-            row["batch_size"] = once(plan.work, eager, timeout, stop, request)["batch_size"]
+        stop.watch(f"warm-up: {key(row)}")
+        if self.bench.auto and "batch_size" not in row:  # by another process: memory fragments
+            eager = job.but(compile=False)
+            found = once(plan.work, eager, stop, "largest", self.request(row))
+            row["batch_size"] = found["batch_size"]
         if name not in self.workers:
-            self.workers[name] = Worker(plan.work, job, timeout, stop)
-        self.workers[name].send(self.request(row) | {"warm_up": True})
+            self.workers[name] = Worker(plan.work, job, stop)
+        self.workers[name].send("warm_up", self.request(row))
 
     def request(self, row: Row) -> Json:
         size = row.get("batch_size") if self.bench.auto else None
         return {**row["point"], "batch_size": size, "first": not row["rounds"]}
 
     def refer(self) -> None:
-        job, how = self.plan.reference, (self.bench.config.timeout, self.stop)
+        job = self.plan.reference
         if job and not self.reference:
             try:
-                self.reference = job if "why" in job else once("bench.hf:Reference", job, *how)
+                of = {"why": job} if isinstance(job, str) else once(Reference, job, self.stop)
+                self.reference = of
             except Failure as e:
                 self.reference = {"why": str(e)}
 
@@ -195,27 +178,30 @@ class Turns:
         return answer
 
     def failed(self, row: Row, e: Failure) -> None:
-        """End a row, or with --batch_size=auto try a smaller batch."""
+        """End a row, or try again: alone, or with --batch_size=auto a smaller batch."""
         if e.kind == "died" or not e.built:
             self.drop(row["backend"])
-        if not e.built:
-            self.refused[row["backend"]] = e
+        if "out of memory" in str(e) and self.again is not None:
+            self.drop(row["backend"])
+            return self.again.append(row)
         n = row.get("batch_size", 1) if self.bench.auto and not row["rounds"] else 1
         if n > 1 and "out of memory" in str(e):  # several steps need more than one
             self.drop(row["backend"])
             row.pop("setup_s", None)
             row["batch_size"] = n * 3 // 4
             return self.prepare([row])
-        self.ended.add(key(row))
-        if e.kind != "stopped" or not row["rounds"]:  # else its rounds so far count
-            row |= {"status": e.kind.replace("died", "failed"), "why": [e.why], "rounds": []}
+        name, rows = row["backend"], self.rows.values()
+        same = [r for r in rows if r["backend"] == name and not (e.built or r["rounds"])]
+        for its in (row, *same):
+            self.ended.add(key(its))
+            if e.kind != "stopped" or not its["rounds"]:  # else its rounds so far count
+                its |= {"status": e.kind.replace("died", "failed"), "why": [str(e)], "rounds": []}
         if e.kind not in ("stopped", "unavailable"):
             self.stop.tell(f"{key(row)}: {e.kind}: {e}")
 
     def drop(self, *names: str) -> None:
-        for name in names:
-            if worker := self.workers.pop(name, None):
-                worker.close()
+        for worker in (self.workers.pop(name) for name in names if name in self.workers):
+            worker.close()
 
     def content(self, why: str = "") -> Json:
         bench, rows = self.bench, [dict(row) for row in self.rows.values()]
@@ -225,8 +211,7 @@ class Turns:
         return known | ({"complete": False, "incomplete": why} if why else {"complete": True})
 
 
-def measure(bench: Bench[Any], plans: Sequence[Plan], stop: Stop,
-            save: Callable[[Json], object] = lambda content: None) -> Json:  # fmt: skip
+def measure(bench: Bench, plans: Sequence[Plan], stop: Stop, save: Save | None = None) -> Json:
     turns = Turns(bench, stop, save)
     for plan in plans:
         turns.run(plan)

@@ -6,32 +6,31 @@ import os
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
 import data
 from bench import ROOT, Json
-from core.options import IGNORED, ModelOptions, TrainConfig
+from core.options import IGNORED, Dtype, ModelOptions, TrainConfig
 from core.runtime import pick_device
-from core.settings import Loaded, UserError, did_you_mean, gather, read
+from core.settings import LINE, Loaded, UserError, did_you_mean, gather, read
 from model import GPTConfig
 
-C = TypeVar("C", bound="TrainConfig")
-TrainingPath = Literal["float32", "bfloat16", "bfloat16-residual"]
 KVCache = Literal["auto", "none", "dynamic", "static", "paged"]
 Constraint = Literal["tensor", "python", "regex"]
+TrainingPath = Literal["float32", "bfloat16", "bfloat16-residual"]
 BatchSize = PositiveInt | Literal["auto"]
+Slug = Annotated[str, Field(pattern=r"^[\w.-]+$")]
 NewTokens = Annotated[int, Field(ge=2)]
 CPU_CONFIG = "config/bench_cpu.py"
 RECORDS = "bench/records"
-ALIASES = {"attn_implementation": "attention_backend", "backend": "backends"}
 
 # train.py's options that have an effect, by what a mode does.
 KERNEL = {"attention_backend", "attention_hub_kernels", "allow_mps_sdpa", "attention_window",
           "device", "dtype", "tf32", "deterministic", "seed"}  # fmt: skip
 SIZES = {f.name for f in fields(ModelOptions)} - {"attention_backend", "dropout"}
-MODEL = SIZES | {"attention_window", "dataset", "data_dir", "batch_size", "onednn"}
+MODEL = SIZES | {"attention_window", "batch_size", "onednn"}
 STEP = {"gradient_accumulation_steps", "gradient_checkpointing", "residual_dtype", "grad_clip"}
 TRAINING = KERNEL | MODEL | STEP | {
     "dropout", "optimizer", "weight_decay", "beta1", "beta2", "compile", "compile_mode",
@@ -39,7 +38,19 @@ TRAINING = KERNEL | MODEL | STEP | {
 }  # fmt: skip
 RATES = {"learning_rate", "min_lr", "decay_lr", "muon_rates"}
 # A config file may be a run's: its options without effect are no error there, but these are.
-CHANGING = {"document_mask", "context_parallel"}
+CHANGING = {"document_mask", "context_parallel", "init_from"}
+# Options without effect: without another one, and with another one.
+NEEDS = {"bandwidth_gbs": "profile", "products_tflops": "profile", "records_dir": "record"}
+USELESS = {
+    "backends": {"attention_backend"},
+    "batch_sizes": {"batch_size"},
+    "context_parallels": {"context_parallel"},
+    "hf": {"rival", "profile", "weights"}
+    | (MODEL | {"residual_dtype"}) - {"block_size", "batch_size"},
+    "paths": {"backends", "residual_dtype"},
+    "seeds": {"tolerance"},
+    "windows": {"attention_window"},
+}
 
 
 @dataclass(frozen=True)
@@ -49,13 +60,10 @@ class Settings(TrainConfig):
     json: bool = False  # one JSON object as the last line
 
     def __post_init__(self) -> None:
-        if self.init_from != "scratch":
-            why = "weights do not change the time, so give the sizes"
-            raise ValueError(f"init_from must be 'scratch', got {self.init_from!r}: {why}")
         super().__post_init__()
         GPTConfig.of(self, self.vocab_size or 1)  # checks the sizes
 
-    def to(self, kind: type[C], **changes: Any) -> C:
+    def to(self, kind: type[Any], **changes: Any) -> Any:
         shared = {f.name: getattr(self, f.name) for f in fields(kind) if hasattr(self, f.name)}
         return kind(**shared | changes)
 
@@ -65,20 +73,13 @@ class Measured(Settings):
     backends: tuple[str, ...] = ("all",)  # names from python -m attention or files, with commas
     minutes: PositiveFloat | None = None  # time limit; none: qualify 9, on CUDA 10
     timeout: PositiveFloat = 900.0  # seconds for one answer of a process
-    record: str | None = None  # write bench/records/DATE_DEVICE_RECORD
+    record: Slug | None = None  # write bench/records/DATE_DEVICE_RECORD
     records_dir: str = RECORDS  # the folder of the records
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        of = vars(self).get  # None: another mode has the option
-        if not self.backends or not of("kv_caches", True):
+        if not self.backends or not vars(self).get("kv_caches", True):
             raise ValueError("--backends, --kv_caches: expected at least one name, got none")
-        if of("hf") and (of("rival") or of("profile") or of("weights") == "int8"):
-            raise ValueError("--hf does not support --rival, --profile and --weights=int8")
-        if of("batch_size") == "auto" and of("batch_sizes"):
-            raise ValueError("give either --batch_size=auto or --batch_sizes")
-        if not of("profile", True) and (of("bandwidth_gbs") or of("products_tflops")):
-            raise ValueError("--bandwidth_gbs and --products_tflops need --profile")
 
     def flat(self) -> Json:
         known = {k: v for k, v in asdict(self).items() if k in shown(type(self))}
@@ -87,7 +88,7 @@ class Measured(Settings):
 
 @dataclass(frozen=True)
 class Rivals:
-    batch_size: BatchSize = 12  # of a micro-batch; auto: the most that fit, in decode too
+    batch_size: BatchSize = 12  # sequences in a micro-batch; auto: the most that fit
     rival: tuple[str, ...] = ()  # in the same rounds: nanogpt=PATH, hf
     hf: str | None = None  # a transformers model instead of ours: folder or name
     bandwidth_gbs: PositiveFloat | None = None  # GB/s, for MBU and rooflines; none: measured
@@ -135,16 +136,11 @@ class Decode(Rivals, Measured):
 class Converge(Measured):
     """The same training with each backend, before you trust a faster kernel."""
 
-    uses: ClassVar[set[str]] = TRAINING | RATES
+    uses: ClassVar[set[str]] = TRAINING | RATES | {"dataset", "data_dir"}
     steps: Annotated[PositiveInt, Field(multiple_of=10)] = 100  # of a training
     seeds: PositiveInt = 1  # if above 1, their scatter is the tolerance
     paths: tuple[TrainingPath, ...] = ()  # precisions, instead of backends
     tolerance: PositiveFloat = 0.01  # of the final loss, relative
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.paths and self.backends != ("all",):
-            raise ValueError("give either --paths or --backends")
 
 
 @dataclass(frozen=True)
@@ -156,7 +152,7 @@ class Runs:
     sizes: tuple[Literal["a", "b", "c"], ...] = ("a", "b", "c")  # docs/SPEED.md
     rounds: PositiveInt = 5  # pairs of runs
     attention_backend: str = "auto"  # of our runs
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of our runs
+    dtype: Dtype = "auto"  # of our runs
     compile: bool | None = None  # both; none: no
     device: Literal["auto", "cpu"] = "auto"  # cpu
 
@@ -166,6 +162,7 @@ class Qualify(Measured):
     """All of these on a new machine, in nine minutes."""
 
     uses: ClassVar[set[str]] = TRAINING | RATES
+    record: Slug = "qualify"  # write bench/records/DATE_DEVICE_RECORD
     rival: tuple[str, ...] = ()  # in the same rounds: nanogpt=PATH, hf
     stages: tuple[Annotated[int, Field(ge=1, le=6)], ...] = (1, 2, 3, 4, 5, 6)  # docs/MEASURE.md
     prompts: tuple[PositiveInt, ...] = ()  # tokens; none: about block_size / 2
@@ -209,35 +206,37 @@ def load_config(argv: list[str], mode: str | None = None) -> Loaded[Any]:
     """The settings of a mode (None: train). Without a config file a CPU has config/bench_cpu.py."""
     kind = MODES[mode := mode or "train"]
     its = shown(kind)
-    aliases = {name: option for name, option in ALIASES.items() if option in its}
-    ignored = {name: why for name, why in IGNORED.items() if name not in aliases}
-    how: Json = {"aliases": aliases, "ignored": ignored}
-    mine = its | {"config", "h", "help", *aliases, *ignored}
     for name in (w.lstrip("-").partition("=")[0].replace("-", "_") for w in argv if w[:1] == "-"):
-        if name in mine or not name.isidentifier():
+        if name in its | {"config", "h", "help"} or not name.isidentifier():
             continue
         modes = [other for other, kind_ in MODES.items() if name in shown(kind_)]
         if modes or hasattr(TrainConfig, name):
             of = ", ".join(modes) or "train.py"
             raise UserError(f"--{name}: an option of {of}, not of mode {mode}")
-        raise UserError(f"unknown option --{name}{did_you_mean(name, mine, '--')}")
-    given, origins, _ = gather(kind, [w for w in argv if w not in ("-h", "--help")], **how)
-    named = any(origin != "command line" for origin in origins.values())
+        raise UserError(f"unknown option --{name}{did_you_mean(name, its, '--')}")
+    words = [word for word in argv if word not in ("-h", "--help")]
+    given, origins, _ = gather(kind, words, ignored=IGNORED)
     here = issubclass(kind, Measured) and pick_device(given.get("device", "auto"))
-    if here and here.type == "cpu" and not named:
+    if here and here.type == "cpu" and {*origins.values()} <= {LINE}:
         argv = [os.path.relpath(ROOT / CPU_CONFIG), *argv]
-    loaded = read(kind, argv, shown=its, **how)
+    loaded = read(kind, argv, shown=its, ignored=IGNORED)
     settings, origins = loaded.settings, loaded.origins
-    for name in CHANGING - its & origins.keys():
-        if getattr(settings, name) != getattr(TrainConfig, name):
-            raise UserError(f"--{name}: not for mode {mode} ({origins[name]})")
-    fixed = kind is Decode and settings.batch_size != "auto"
-    if fixed and origins.get("batch_size") == "command line":
+    on_line = {name for name, origin in origins.items() if origin == LINE}
+    changed = {f.name for f in fields(kind) if getattr(settings, f.name) != f.default}
+    for name in CHANGING - its & origins.keys() & changed:
+        raise UserError(f"--{name}: not for mode {mode} ({origins[name]})")
+    for name in on_line & NEEDS.keys():
+        if not getattr(settings, NEEDS[name], True):
+            raise UserError(f"--{name} needs --{NEEDS[name]}")
+    for other in changed & USELESS.keys():
+        if lost := ", ".join(f"--{name}" for name in sorted(on_line & USELESS[other])):
+            raise UserError(f"no effect with --{other}: {lost}")
+    if kind is Decode and "batch_size" in on_line and settings.batch_size != "auto":
         got = f"--batch_size={settings.batch_size}"
         raise UserError(f"{got}: mode decode has --batch_sizes, or --batch_size=auto")
     if getattr(settings, "records_dir", "") == RECORDS:  # also from another folder
         settings = replace(settings, records_dir=str(ROOT / RECORDS))
-    return Loaded(settings, origins, loaded.notes)
+    return replace(loaded, settings=settings)
 
 
 def vocabulary(config: Settings) -> tuple[int, str]:

@@ -1,4 +1,4 @@
-"""Figures of rounds, tables, modes. A row has `mode`, `backend`, `point`, `status` (ok; with `why`
+"""Modes, tables and figures of rows. A row has `mode`, `backend`, `point`, `status` (ok; with `why`
 unavailable, failed, skipped, stopped), `rounds`, and its mode's figures."""
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ ENOUGH = 3  # rounds; fewer are noisy
 WIDE = 40  # characters; longer cells are not padded
 TIMES = ("ms", "forward_ms", "backward_ms", "optimizer_ms", "first_ms")
 RELATIVE = {"mfu", "causal", "roofline ms", "times", "limit"}  # of the peak
+SAME = ("B", "P", "H", "Hkv", "D", "window", "constraint")  # of rows that compete
 
 
 class Column(NamedTuple):
@@ -34,22 +35,19 @@ class Column(NamedTuple):
 
 @dataclass(frozen=True)
 class Mode:
-    """figures(row, record): of a row's rounds; compare(rows, settings): with other rows, in place;
-    conclude(record): one more conclusion."""
+    """figures(row, record): of a row with its medians; compare(rows, settings): with other rows, in
+    place; conclude(record): one more conclusion."""
 
     title: str
-    columns: Sequence[Column]
+    columns: str  # titles of COLUMNS
     notes: str
-    board: tuple[str, ...]
+    board: str
     plans: Callable[[Any], list[Any]]
     figures: Callable[[Row, Json], Json]
     rounds: Callable[[Json], int] = lambda settings: settings["rounds"]
     compare: Callable[[list[Row], Json], None] = lambda rows, settings: None
     conclude: Callable[[Json], str] = lambda record: ""
     warm_up: str = ""
-
-
-# --- figures ---
 
 
 def medians(row: Row) -> Json:
@@ -64,10 +62,12 @@ def medians(row: Row) -> Json:
 
 # --- formats ---
 
+percent = "{:.1%}".format
+error = "{:.1e}".format
 
-def where(point: Json, *before: str) -> str:
-    """ "sdpa B=1 P=64"."""
-    return " ".join([*before, *(f"{k}={v}" for k, v in point.items() if v is not None)])
+
+def number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def bytes_(n: float) -> str:
@@ -76,17 +76,12 @@ def bytes_(n: float) -> str:
     return f"{n / 1e9:.2f} GB" if n >= 1e9 else f"{n / 1e6:.1f} MB"
 
 
-def number(value: float) -> str:
-    """ "0.691", "45.1", "5,375"."""
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
-
-
 def count(n: int, noun: str) -> str:
     return f"{n} {noun}" + ("s" if n != 1 else "")
 
 
-percent = "{:.1%}".format
-error = "{:.1e}".format
+def where(point: Json, *before: str) -> str:
+    return " ".join([*before, *(f"{k}={v}" for k, v in point.items() if v is not None)])
 
 
 def kernel_names(row: Row) -> str:
@@ -106,15 +101,48 @@ def cache(row: Row) -> str:
     return point["cache"] + (f" with {with_}" if with_ else "")
 
 
-QUARTILES = Column("quartiles", spread), Column("rounds", lambda r: len(r["rounds"]))
-PASSES = Column("fwd ms", "forward_ms", number), Column("bwd ms", "backward_ms", number)
-MEMORY = Column("memory", "memory_bytes", bytes_)
+def heads(row: Row) -> str:
+    H, Hkv = row["point"]["H"], row["point"]["Hkv"]
+    return f"{H}" if Hkv == H else f"{H} ({Hkv} for keys)"
+
+
+FORMATS: list[tuple[Callable[[Any], str], dict[str, str]]] = [  # title: field of a row
+    (str, {"backend": "backend", "batch": "batch_size", "verdict": "verdict"}),
+    (number, {"tok/s": "tokens_per_s", "ms/step": "ms", "ms/token": "ms", "both ms": "ms"}),
+    (number, {"first ms": "first_ms", "fwd ms": "forward_ms", "bwd ms": "backward_ms"}),
+    (number, {"TFLOP/s": "tflops_causal", "full": "tflops_full"}),
+    (percent, {"of peak": "share", "mfu": "mfu", "causal": "mfu_causal", "mbu": "mbu"}),
+    (percent, {"time saved": "time_saved", "memory saved": "memory_saved"}),
+    (error, {"loss diff": "loss_difference", "err out": "error_out", "err grad": "error_grad"}),
+    (bytes_, {"memory": "memory_bytes", "cache size": "cache_bytes"}),
+    ("{:.4f}".format, {"final loss": "final_loss", "seed noise": "seed_noise"}),
+    ("{:+.3%}".format, {"off": "difference"}),
+    ("{:.1f}".format, {"compile s": "compile_s"}),
+]
+COLUMNS = {
+    "B": Column("B", lambda r: r.get("batch_size", r["point"]["B"])),
+    "T": Column("T", lambda r: r["point"]["T"]),
+    "H": Column("H", heads),
+    "D": Column("D", lambda r: r["point"]["D"]),
+    "window": Column("window", lambda r: r["point"]["window"]),
+    "prompt": Column("prompt", lambda r: r["point"]["P"]),
+    "cache": Column("cache", cache),
+    "quartiles": Column("quartiles", spread),
+    "rounds": Column("rounds", lambda r: len(r["rounds"])),
+    "warm-up s": Column("warm-up s", lambda r: r["setup_s"] + r["warm_up_s"], "{:.1f}".format),
+    "kernel": Column("kernel", kernel_names),
+    **{title: Column(title, of, show) for show, names in FORMATS for title, of in names.items()},
+}
+
+
+def named(titles: str) -> list[Column]:
+    return [COLUMNS[title] for title in titles.split(", ")]
+
+
 EXPLAINED = (
     "quartiles: half of the rounds lie between; noisy: more than 5 % apart; level: they overlap "
     "the fastest row's"
 )
-
-# --- tables ---
 
 
 def table(columns: Sequence[Column], rows: list[Row], of: str = "") -> Cells:
@@ -123,11 +151,10 @@ def table(columns: Sequence[Column], rows: list[Row], of: str = "") -> Cells:
     return head, [[column.cell(row) for column in columns] for row in rows]
 
 
-def measured(columns: Sequence[Column], rows: list[Row], of: str = "") -> Cells:
+def measured(titles: str, rows: list[Row], of: str = "") -> Cells:
     """Measured rows; "level": with the fastest."""
-    rows = [row for row in rows if row["status"] == "ok"]
     level = [id(row) for group in groups(rows).values() for row in fastest_of(group)[1]]
-    head, lines = table([Column("backend", "backend"), *columns], rows, of)
+    head, lines = table(named(f"backend, {titles}"), rows, of)
     for row, line in zip(rows, lines):
         line[head.index("quartiles")] += " level" if id(row) in level else ""
     return head, lines
@@ -135,10 +162,9 @@ def measured(columns: Sequence[Column], rows: list[Row], of: str = "") -> Cells:
 
 def missing(rows: list[Row]) -> Cells:
     seen: dict[tuple[str, str, str], list[str]] = {}
-    for row in rows:
-        if row["status"] != "ok":
-            key = (row["backend"], row["status"], "; ".join(row["why"]))
-            seen.setdefault(key, []).append(where(row["point"], row["mode"]))
+    for row in (row for row in rows if row["status"] != "ok"):
+        key = (row["backend"], row["status"], "; ".join(row["why"]))
+        seen.setdefault(key, []).append(where(row["point"], row["mode"]))
     lines = []
     for (name, status, why), places in seen.items():
         at = f" ({'; '.join(places)})" if status != "unavailable" else ""
@@ -157,17 +183,13 @@ def markdown(cells: Cells, terminal: bool = False) -> str:
     return "\n".join(f"| {' | '.join(map(str.ljust, row, widths))} |" for row in rows)
 
 
-# --- the fastest ---
-
-
 def groups(rows: list[Row]) -> dict[tuple[str, int], list[Row]]:
     """Competing rows by point and length: other caches compete, other constraints do not."""
     found: dict[tuple[str, int], list[Row]] = {}
     for row in rows:
-        point = row["point"]
-        at = {name: point.get(name) for name in ("B", "P", "H", "Hkv", "D", "window", "constraint")}
+        at = {name: row["point"].get(name) for name in SAME}
         at["Hkv"] = at["Hkv"] if at["Hkv"] != at["H"] else None
-        found.setdefault((where(at, row["mode"]), point.get("T", 0)), []).append(row)
+        found.setdefault((where(at, row["mode"]), row["point"].get("T", 0)), []).append(row)
     return found
 
 
@@ -183,13 +205,11 @@ def fastest_of(rows: list[Row]) -> tuple[Row, list[Row]]:
 
 
 def fastest(rows: list[Row]) -> list[str]:
-    by_place: dict[str, list[tuple[str, int]]] = {}
-    for (place, T), group in sorted(groups(rows).items()):
-        by_place.setdefault(place, []).append((winner(group), T))
+    wins = [(place, winner(group), T) for (place, T), group in sorted(groups(rows).items())]
     found = []
-    for place, wins in by_place.items():
-        firsts = [(name, next(run)[1]) for name, run in groupby(wins, key=itemgetter(0))]
-        parts = [name + (f" from {T:,} tokens on" if T else "") for name, T in firsts]
+    for place, its in groupby(wins, key=itemgetter(0)):
+        firsts = [next(run) for _, run in groupby(its, key=itemgetter(1))]
+        parts = [name + (f" from {T:,} tokens on" if T else "") for _, name, T in firsts]
         found.append(f"{place}: {', then '.join(parts)}")
     return found
 

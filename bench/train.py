@@ -10,13 +10,12 @@ from typing import Any
 
 from torch import Tensor
 
-from attention.machine.system import kineto, synchronize
+from attention.machine.system import synchronize
 from attention.machine.timing import Clock, Stamp
-from bench import Json, candidates, hf, machine, parts, tables
+from bench import Json, candidates, machine, parts, tables
 from bench.candidates import Job
 from bench.job import LONGEST, Bench, Plan
-from bench.settings import Train
-from bench.tables import MEMORY, PASSES, QUARTILES, Column, Row, error, number, percent
+from bench.tables import Row
 from core import flops, profile
 from core.runtime import keep_freed_memory
 
@@ -25,35 +24,32 @@ MOST = 4096  # sequences tried by --batch_size=auto
 COMPILED = {**LONGEST, "sdpa_math": 512, "tiled": 256}  # minutes of compiling
 
 
-def plans(bench: Bench[Train]) -> list[Plan]:
+def plans(bench: Bench) -> list[Plan]:
     config, micro = bench.config, bench.config.gradient_accumulation_steps
-    batch = 1 if config.batch_size == "auto" else config.batch_size
-    jobs = {name: bench.job(name, batch, rival) for name, rival in bench.candidates().items()}
-    reference = bench.job(batch_size=batch * micro)
-    if bench.auto:
-        reference = {"why": "each backend has a batch of its own (--batch_size=auto)"}
-    how = {**steps(bench), "one_process": bench.compiled, "reference": reference}
-    return [Plan("bench.train:Training", jobs, config.rounds, **how)]
+    batch = 1 if bench.auto else config.batch_size
+    jobs = {name: bench.job(name, who, batch) for name, who in bench.candidates().items()}
+    why = "each backend has a batch of its own (--batch_size=auto)"
+    how = {**steps(bench), "reference": why if bench.auto else bench.job(batch_size=batch * micro)}
+    return [Plan(Training, jobs, config.rounds, one_process=bench.compiled, **how)]
 
 
-def steps(bench: Bench[Any]) -> Json:
+def steps(bench: Bench) -> Json:
     longest = COMPILED if bench.compiled else LONGEST
-    specs = [{**bench.layer, "dropout": bench.model.dropout}]
-    return {"specs": specs, "longest": {name: longest[name] for name in bench.slow}}
+    spec = {**bench.layer, "dropout": bench.model.dropout}
+    return {"spec": lambda point: spec, "longest": {name: longest[name] for name in bench.slow}}
 
 
 def figures(row: Row, part: Json) -> Json:
-    model, settings, m = hf.model_of(part), part["settings"], part["machine"]
+    model, settings, m = parts.model_of(part), part["settings"], part["machine"]
     batch = row.get("batch_size", settings["batch_size"])
     tokens = batch * settings["gradient_accumulation_steps"] * model.block_size
-    found = tables.medians(row)
-    peak = flops.Peak(m["peak_tflops"], m["peak_source"], m.get("peak_measured", False))
-    rate = tokens / (found["ms"] / 1e3)
-    found |= {"tokens_a_step": tokens, **flops.Speed(model, model.block_size, rate, peak).row()}
+    peak = flops.Peak(m["peak_tflops"], m["peak_source"])
+    speed = flops.Speed(model, model.block_size, tokens / (row["ms"] / 1e3), peak)
+    found = {"tokens_a_step": tokens, **speed.row()}
     if row["compiled"] and "first_step_s" in row:
-        found["compile_s"] = max(0.0, row["first_step_s"] - found["ms"] / 1e3)
-    reference = part["reference"] if row["mode"] == "train" else {}
-    if "loss" in reference and "loss" in row and not model.dropout:
+        found["compile_s"] = max(0.0, row["first_step_s"] - row["ms"] / 1e3)
+    reference = part["reference"] if row["mode"] == "train" and not model.dropout else {}
+    if "loss" in reference and "loss" in row:
         found["loss_difference"] = row["loss"] - reference["loss"]
         if "gradient_norm" in row:
             norm = reference["gradient_norm"]
@@ -63,23 +59,11 @@ def figures(row: Row, part: Json) -> Json:
 
 MODE = tables.Mode(
     title="Training steps",
-    columns=[
-        Column("batch", "batch_size"),
-        Column("tok/s", "tokens_per_s", number),
-        Column("ms/step", "ms", number),
-        *QUARTILES,
-        *PASSES,
-        Column("mfu", "mfu", percent),
-        Column("causal", "mfu_causal", percent),
-        MEMORY,
-        Column("loss diff", "loss_difference", error),
-        Column("warm-up s", lambda r: r["setup_s"] + r["warm_up_s"], "{:.1f}".format),
-        Column("compile s", "compile_s", "{:.1f}".format),
-        Column("kernel", tables.kernel_names),
-    ],
+    columns="batch, tok/s, ms/step, quartiles, rounds, fwd ms, bwd ms, mfu, causal, memory, "
+    "loss diff, warm-up s, compile s, kernel",
     notes="mfu: 6 N + 12 L H Q T FLOPs a token over the peak; causal: visible pairs only; "
     f"loss diff: from manual in float32; {tables.EXPLAINED}",
-    board=("tok/s", "ms/step", "quartiles", "mfu", "causal"),
+    board="tok/s, ms/step, quartiles, mfu, causal",
     plans=plans,
     figures=figures,
     warm_up=" after a first step and {} more",
@@ -90,20 +74,19 @@ MODE = tables.Mode(
 
 
 class Training:
-    def __init__(self, sent: Json) -> None:
-        job = self.job = Job(sent)
-        self.config, self.device, self.setup = job.config, job.device, job.setup
-        self.micro, self.settings = job.config.gradient_accumulation_steps, sent["settings"]
-        self.clock, self.compiled = Clock(self.device), bool(job.setup.compile)
-        self.profiled = self.settings.get("profile", False)
-        if self.device.type == "cpu" and not sent["rival"]:  # as train.py does
+    def __init__(self, job: Job) -> None:
+        self.job, self.config = job, job.config
+        self.device, self.settings = job.device, job.settings
+        self.micro, self.compiled = job.config.gradient_accumulation_steps, bool(job.setup.compile)
+        self.clock, self.profiled = Clock(self.device), getattr(job.settings, "profile", False)
+        if self.device.type == "cpu" and job.kind is candidates.Ours:  # as train.py does
             keep_freed_memory()
         if self.profiled and self.compiled and self.device.type == "cpu":
             profile.prepare(self.device)
-        self.scaler = job.setup.scaler()
-        self.who = candidates.build(sent["rival"], job).for_training(self.scaler)
+        self.who = job.kind(job)
+        self.who.for_training()
         self.step_ms = math.inf
-        self.about = {"title": self.who.title, "compiled": self.compiled, "dtype": job.dtype}
+        self.about = {"compiled": self.compiled, "dtype": job.dtype}
 
     def step(self, x: Tensor, y: Tensor, mark: candidates.Mark = lambda part: None) -> Tensor:
         return self.who.step(x, y, self.micro, mark)
@@ -130,7 +113,7 @@ class Training:
 
     def round(self, request: Json) -> Json:
         self.step(*self.batch)  # memory was freed, and a GPU's clock may be low
-        steps = max(1, round(1e3 * self.settings["seconds"] / self.step_ms))
+        steps = max(1, round(1e3 * self.settings.seconds / self.step_ms))
         answer, _ = self.timed([self.batch] * steps)
         self.step_ms = min(self.step_ms, answer["ms"])  # others warmed up at the same time
         answer["peak_bytes"] = machine.memory(self.device)
@@ -148,23 +131,20 @@ class Training:
             if part == "update" and self.who.as_reference:
                 norm = self.who.gradient_norm()
                 if math.isfinite(norm):  # else float16's first scale was too large
-                    answer["gradient_norm"] = norm / self.scaler.get_scale()
+                    answer["gradient_norm"] = norm / self.who.scaler.get_scale()
 
         first = self.step(*self.batch, look)
-        synchronize(self.device)
         finite(first)
         if self.who.as_reference:
             answer["loss"] = float(first)
         answer["first_step_s"] = time.perf_counter() - began
         machine.reset_peak(self.device)
-        self.step_ms = self.timed([self.batch] * (1 + self.settings["warm_up_steps"]))[0]["ms"]
+        warm_up_steps = 1 + self.settings.warm_up_steps
+        self.step_ms = self.timed([self.batch] * warm_up_steps)[0]["ms"]
         answer["peak_bytes"] = machine.memory(self.device)
-        with kineto(self.device.type) as watched:
-            self.step(*self.batch)
-            synchronize(self.device)
-        answer |= parts.kernels_of(watched)
+        ran = parts.kernels_of(lambda: self.step(*self.batch), self.device)
         machine.reset_peak(self.device)
-        return {**self.who.evidence(), **answer}
+        return {**self.who.evidence(), **answer, **ran}
 
     def largest(self, request: Json) -> Json:
         def fits(n: int) -> None:

@@ -1,5 +1,5 @@
-"""A process for each candidate: a request builds it, warms it up or measures a round. An answer is
-JSON or a Failure. A process ends with its parent, and all that it started."""
+"""A process for each candidate: a request builds it, then calls a method of it. An answer is JSON
+or a Failure. A process ends with its parent, and all that it started."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 import warnings
-from contextlib import suppress
+from contextlib import closing, suppress
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from types import ModuleType
@@ -22,7 +22,8 @@ from typing import Any
 import torch
 
 from attention import BackendUnavailable
-from bench import Json, load, machine
+from bench import Json, machine
+from bench.candidates import Job
 from core.runtime import StopSignal
 from core.settings import UserError
 
@@ -36,19 +37,17 @@ class Failure(Exception):
 
     def __init__(self, kind: str, why: str, built: bool = True) -> None:
         super().__init__(kind, why, built)  # for pickle
-        self.kind, self.why = kind, why
-        self.built = built  # False: the candidate cannot be built
+        self.kind, self.built = kind, built  # False: the candidate cannot be built
 
     def __str__(self) -> str:
-        return self.why
+        return str(self.args[1])
 
 
 class Stop:
-    def __init__(self, deadline: float | None = None, signals: StopSignal | None = None) -> None:
-        self.deadline = math.inf if deadline is None else deadline
-        self.signals = signals
-        self.why = ""
+    def __init__(self, minutes: float = math.inf, signals: StopSignal | None = None) -> None:
         self.began = self.told = time.monotonic()
+        self.deadline = self.began + 60 * minutes
+        self.signals, self.why = signals, ""
 
     @property
     def left(self) -> float:
@@ -84,16 +83,16 @@ class Stop:
 
 
 class Worker:
-    """A process of `work`, as "bench.train:Training"."""
+    """A process of `work`, a class of jobs with `device` and `about`."""
 
-    def __init__(self, work: str, job: Json, timeout: float, stop: Stop) -> None:
+    def __init__(self, work: type[Any], job: Job, stop: Stop) -> None:
         stop.check()
-        self.timeout, self.stop, self.began = timeout, stop, time.time()
+        self.timeout, self.stop, self.held_bytes = job.settings.timeout, stop, 0
         self.warm: set[str] = set()  # rows
-        self.last: Json = {"held_bytes": 0}  # answer
         self.errors = tempfile.NamedTemporaryFile()  # noqa: SIM115
         self.pipe, theirs = SPAWN.Pipe()
-        self.process = SPAWN.Process(target=serve, args=(theirs, work, job, self.errors.name))
+        how = (theirs, work, job, self.errors.name, time.time())
+        self.process = SPAWN.Process(target=serve, args=how)
         # Python warns of killed compilers' semaphores.
         os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")
         main = sys.modules["__main__"]
@@ -108,9 +107,9 @@ class Worker:
             sys.modules["__main__"] = main
         theirs.close()
 
-    def send(self, request: Json) -> None:
+    def send(self, call: str, request: Json) -> None:
         with suppress(OSError):  # receive() raises for a process that died
-            self.pipe.send(request)
+            self.pipe.send((call, request))
 
     def receive(self) -> Json:
         deadline = time.monotonic() + self.timeout
@@ -127,11 +126,11 @@ class Worker:
             raise Failure("died", self.death()) from None
         if isinstance(answer, Failure):
             raise answer
-        self.last = answer
-        return answer["ok"]
+        self.held_bytes = answer.pop("held_bytes")
+        return answer
 
-    def ask(self, request: Json) -> Json:
-        self.send(request)
+    def ask(self, call: str, request: Json) -> Json:
+        self.send(call, request)
         return self.receive()
 
     def death(self) -> str:
@@ -152,58 +151,55 @@ class Worker:
         self.errors.close()
 
 
-def once(work: str, job: Json, timeout: float, stop: Stop, request: Json | None = None) -> Json:
-    worker = Worker(work, job, timeout, stop)
-    try:
-        answer = worker.ask(request or {})
-    finally:
-        worker.close()
-    return worker.last["about"] | answer
+def once(work: type[Any], job: Job, stop: Stop, call: str = "", request: Any = None) -> Json:
+    with closing(Worker(work, job, stop)) as worker:
+        return worker.ask(call, request)
 
 
 # --- in the worker ---
 
 
-def serve(pipe: Connection, work: str, job: Json, errors: str) -> None:
+def serve(pipe: Connection, work: type[Any], job: Job, errors: str, sent_at: float) -> None:
     os.setsid()
     log = os.open(errors, os.O_WRONLY | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
     warnings.simplefilter("ignore")
     threading.Thread(target=end_with_parent, daemon=True).start()
-    if job.get("memory_limit") and sys.platform == "linux":
+    if job.memory_limit and sys.platform == "linux":
         import resource
 
         # Fail here, before Linux kills some process.
-        resource.setrlimit(resource.RLIMIT_DATA, (job["memory_limit"],) * 2)
-    if torch.device(job["device"]).index is not None:
-        torch.cuda.set_device(job["device"])
+        resource.setrlimit(resource.RLIMIT_DATA, (job.memory_limit,) * 2)
+    if job.device.index is not None:
+        torch.cuda.set_device(job.device)
+    torch.manual_seed(job.config.seed)
     candidate: Any = None
     while True:
         try:
-            request = pipe.recv()
+            call, request = pipe.recv()
         except EOFError:
             os.killpg(0, signal.SIGKILL)
         try:
             if candidate is None:
-                candidate, built_at = load(work)(job), time.time()
+                candidate = work(job)
+                setup_s = time.time() - sent_at
             began = time.perf_counter()
-            call = next((name for name in ("warm_up", "largest") if request.get(name)), "round")
-            answer: Any = {"ok": getattr(candidate, call)(request) if request else {}}
-            answer |= {"took_s": time.perf_counter() - began, "built_at": built_at}
+            answer: Any = getattr(candidate, call)(request) if call else candidate.about
+            if call == "warm_up":
+                answer = {**candidate.about, **answer, "setup_s": setup_s}
+                answer["warm_up_s"] = time.perf_counter() - began
             keep = getattr(candidate, "keeps_memory", False)
-            answer["held_bytes"] = machine.empty_cache(candidate.device, keep)
-            answer["about"] = candidate.about
+            answer["held_bytes"] = machine.empty_cache(job.device, keep)
             json.dumps(answer, allow_nan=False)  # it becomes a row
-        except (BackendUnavailable, UserError) as e:
+        except (BackendUnavailable, UserError, ImportError) as e:
             answer = Failure("unavailable", machine.reason(e), candidate is not None)
         except Exception as e:
-            kind, why = "failed", machine.first_line(e)
+            answer = Failure("failed", machine.first_line(e), candidate is not None)
             try:
-                machine.reset_peak(candidate.device)
-            except Exception:  # nothing was built, or CUDA is unusable now
-                kind = "died"
-            answer = Failure(kind, why, candidate is not None)
+                machine.reset_peak(job.device)
+            except Exception:  # CUDA is unusable now
+                answer.kind = "died"
         pipe.send(answer)
 
 

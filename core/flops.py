@@ -35,7 +35,7 @@ from core.gpus import datasheet_tflops
 from core.runtime import describe
 
 Row = dict[str, Any]  # of metrics.jsonl
-Sizes = Any  # a GPTConfig, or bench/hf.py's Counted
+Sizes = Any  # a GPTConfig, or counted ones (bench/parts.py)
 log = logging.getLogger("nanoattn")
 
 
@@ -71,7 +71,7 @@ def keys_seen(starts: torch.Tensor, windows: tuple[int | None, ...]) -> torch.Te
     return torch.stack([keys.clamp(max=window or T).float().mean() for window in windows]).mean()
 
 
-@singledispatch  # bench/hf.py adds counted models
+@singledispatch  # bench/parts.py adds counted models
 def flops_per_token(config: Sizes, T: int, causal: bool = False) -> float:
     """FLOPs forward and backward; causal: of visible pairs only."""
     keys = sum(mean_keys(T, window) if causal else T for window in config.windows)

@@ -264,7 +264,7 @@ def _print_help(cls: type, values: Values, shown: Collection[str] | None) -> NoR
     program = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1]  # with the -m of a module
     about = (cls.__doc__ or "").partition("\n\n")[0]
     lines = [f"usage: python {' '.join(program)} [OPTIONS]\n\n{about}\n"]
-    source = "".join(map(inspect.getsource, cls.__mro__[:-1]))
+    source = "".join(map(inspect.getsource, cls.__mro__[-2::-1]))
     comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", source, re.M))
     for field in dataclasses.fields(cls):
         if shown is not None and field.name not in shown:

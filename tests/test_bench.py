@@ -260,9 +260,10 @@ def test_a_config_file_of_a_run_may_have_more(tmp_path):
     (path := tmp_path / "c.py").write_text("max_iters = 9\n", "utf-8")
     argv = ["kernel", str(path), *small("kernel")[1:], "--lengths=8", "--batch_sizes=1"]
     assert run([*argv, "--backends=sdpa"])[0] == 0
-    path.write_text("document_mask = True\n", "utf-8")
-    with pytest.raises(UserError, match=r"--document_mask: .*c\.py:1"):
-        run(argv)
+    for name, value in (("document_mask", True), ("init_from", "gpt2")):
+        path.write_text(f"{name} = {value!r}\n", "utf-8")
+        with pytest.raises(UserError, match=rf"--{name}: .*c\.py:1"):
+            run(argv)
 
 
 @pytest.mark.parametrize("argv, value", [
@@ -274,7 +275,12 @@ def test_a_config_file_of_a_run_may_have_more(tmp_path):
     (["decode", "--batch_size=auto", "--batch_sizes=3"], "--batch_sizes"),
     (["decode", "--hf=x", "--weights=int8"], "--weights"),
     (["--bandwidth_gbs=9"], "--profile"), (["nomode"], "nomode"), (["runs"], "--rival"),
-    (["converge", "--paths=float32", "--backends=sdpa"], "--paths"),
+    (["converge", "--paths=float32", "--backends=sdpa"], "--paths"), (["--dataset=x"], "converge"),
+    (["converge", "--seeds=2", "--tolerance=0.1"], "--tolerance"),
+    (["decode", "--compile=True", "--kv_caches=none"], "static"), (["--records_dir=x"], "--record"),
+    (["kernel", "--windows=8", "--attention_window=4"], "--attention_window"),
+    (["--backends=sdpa", "--attention_backend=manual"], "--attention_backend"),
+    (["--n_layer=2", "--hf=x"], "--n_layer"),
     (["--hf=BROKEN"], "--hf"), (["--hf=NOT_THERE"], "--hf"), (["kernel", "--hf=x"], "--hf"),
     (["--rival=hf", "--hf=BROKEN"], "--hf"), (["--profile", "--hf=BROKEN"], "--hf"),
     (["--hf=t5"], "T5Config"), (["--hf=bert"], "causal"), (["--hf=llama"], "--block_size=32"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 
 from bench import ROOT, Json, tables
 from bench.plan.scale import KINDS, Cluster, Job, Plan, Sent
@@ -14,7 +13,7 @@ from bench.tables import Cells
 from core import flops
 from core.gpus import SERVERS, describe_rated
 from core.runtime import decide_residual
-from core.settings import UserError
+from core.settings import UserError, user_errors
 from model import GPTConfig
 
 SHARE = 0.95  # of the memory
@@ -23,10 +22,8 @@ SHARE = 0.95  # of the memory
 def cluster(config: Settings) -> tuple[Cluster, list[str]]:
     if config.gpu is None or config.peak_tflops == "measure":
         raise UserError("plan measures nothing: give --gpu=H200 and --peak_tflops as a number")
-    try:
+    with user_errors("--gpu: "):
         gpu, note = describe_rated(config.gpu)
-    except ValueError as e:
-        raise UserError(f"--gpu: {e}") from None
     dtype: str = config.dtype
     if dtype == "auto":
         dtype = "bfloat16" if flops.datasheet_peak(gpu.name, "bfloat16") else "float16"
@@ -119,53 +116,35 @@ def row(plan: Plan) -> Json:
     m, compute = plan.job.model, plan.computing[0]
     total = compute + plan.exposed
     rate = plan.job.sequences * m.block_size / total
-    return {
-        **row,
-        "sequences": plan.sequences,
-        "micro_steps": plan.micro,
-        "memory": plan.memory,
-        "memory_bytes": plan.held,
-        "left_bytes": SHARE * plan.at.memory - plan.held,
-        "sent": sent,
-        "links": links,
-        "compute_ms": 1e3 * compute,
-        "communication_ms": 1e3 * seconds,
-        "exposed_ms": 1e3 * plan.exposed,
-        "ms": 1e3 * total,
-        **flops.Speed(m, m.block_size, rate, plan.at.peak, plan.gpus).row(),
-    }
+    left = SHARE * plan.at.memory - plan.held
+    row |= {"sequences": plan.sequences, "micro_steps": plan.micro, "memory": plan.memory}
+    row |= {"memory_bytes": plan.held, "left_bytes": left, "sent": sent, "links": links}
+    row |= {"compute_ms": 1e3 * compute, "communication_ms": 1e3 * seconds}
+    row |= {"exposed_ms": 1e3 * plan.exposed, "ms": 1e3 * total}
+    return row | flops.Speed(m, m.block_size, rate, plan.at.peak, plan.gpus).row()
 
 
 def sections(rows: list[Json], given: str = "") -> list[tuple[str, Cells]]:
-
     def gb(n: float) -> str:
         return "-" if not n else f"{n / 1e9:.2g}" if n < 1e8 else tables.number(n / 1e9)
 
-    def table(head: list[str], cells: Callable[[Json], list[str]]) -> Cells:
-        lines = [[r["parallel"], str(r["context_parallel"]), *cells(r)] for r in rows]
-        return ["planned", "context", *head], lines
-
-    def memory(r: Json) -> list[str]:
-        left = r["left_bytes"]
+    what, ms = ["planned", "context"], ["compute", "sending", "exposed", "step", "Mtok/s", "mfu"]
+    memory = [[*what, *rows[0]["memory"], "sum", "left"]]
+    sent = [[*what, "micro", *KINDS, "NVLink", "network"]]
+    time = [what + [title if title == "sending" else title + given for title in ms]]
+    for r in rows:
+        what, left = [r["parallel"], str(r["context_parallel"])], r["left_bytes"]
         fits = gb(left) if left >= 0 else f"over by {gb(-left)}"
-        return [*(gb(n) for n in r["memory"].values()), gb(r["memory_bytes"]), fits]
-
-    def sent(r: Json) -> list[str]:
-        return [str(r["micro_steps"]), *map(gb, (*r["sent"].values(), *r["links"].values()))]
-
-    def time(r: Json) -> list[str]:
-        ms = [tables.number(r[f"{of}ms"]) for of in ("compute_", "communication_", "exposed_", "")]
-        if r["left_bytes"] < 0:
-            return [*ms[:3], "-", "-", "does not fit"]
+        memory.append([*what, *map(gb, (*r["memory"].values(), r["memory_bytes"])), fits])
+        each = (*r["sent"].values(), *r["links"].values())
+        sent.append([*what, str(r["micro_steps"]), *map(gb, each)])
         mfu = "-" if r["mfu"] is None else tables.percent(r["mfu"])
-        return [*ms, tables.number(r["tokens_per_s"] / 1e6), mfu]
-
-    ms = ["compute", "sending", "exposed", "step", "Mtok/s", "mfu"]
-    return [
-        ("memory of a rank, GB", table([*rows[0]["memory"], "sum", "left"], memory)),
-        ("sent by a rank in a step, GB", table(["micro", *KINDS, "NVLink", "network"], sent)),
-        ("a step, ms", table([m if m == "sending" else m + given for m in ms], time)),
-    ]
+        ends = [tables.number(r["ms"]), tables.number(r["tokens_per_s"] / 1e6), mfu]
+        parts = (tables.number(r[f"{of}_ms"]) for of in ("compute", "communication", "exposed"))
+        time.append([*what, *parts, *(ends if left >= 0 else ["-", "-", "does not fit"])])
+    titles = ("memory of a rank, GB", "sent by a rank in a step, GB", "a step, ms")
+    made = zip(titles, (memory, sent, time))
+    return [(title, (head, lines)) for title, (head, *lines) in made]
 
 
 def nearest(at: Cluster, gpu: str, gpus: int) -> str:
