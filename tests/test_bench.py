@@ -281,7 +281,7 @@ def test_a_config_file_of_a_run_may_have_more(tmp_path):
     (["kernel", "--windows=8", "--attention_window=4"], "--attention_window"),
     (["--backends=sdpa", "--attention_backend=manual"], "--attention_backend"),
     (["--n_layer=2", "--hf=x"], "--n_layer"),
-    (["--hf=BROKEN"], "--hf"), (["--hf=NOT_THERE"], "--hf"), (["kernel", "--hf=x"], "--hf"),
+    (["--hf=BROKEN"], "--hf"), (["--hf=/none/such"], "--hf"), (["kernel", "--hf=x"], "--hf"),
     (["--rival=hf", "--hf=BROKEN"], "--hf"), (["--profile", "--hf=BROKEN"], "--hf"),
     (["--hf=t5"], "T5Config"), (["--hf=bert"], "causal"), (["--hf=llama"], "--block_size=32"),
 ])

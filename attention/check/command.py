@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -241,7 +242,7 @@ def progress(done: int, of: int, what: str) -> None:
         print(f"\r\x1b[K{done}/{of} {what:.60}", end="", file=sys.stderr, flush=True)
 
 
-def main(argv: Sequence[str]) -> int:
+def read(argv: Sequence[str]) -> dict[str, Any]:
     here = devices()
     parser = argparse.ArgumentParser(
         prog=f"python -m {PACKAGE} check", description=(__doc__ or "").partition("\n\n")[2])
@@ -257,13 +258,19 @@ def main(argv: Sequence[str]) -> int:
     add("--first", action="store_true", help="stop at the first failure")
     add("--json", action="store_true", help="print the report as JSON")
     options = vars(parser.parse_args(argv))
-    device, as_json = options.pop("devices"), options.pop("json")
     if options["length"] < 0:
         parser.error(f"--length must be a number of tokens, got {options['length']}")
     if unknown := {*options["dtypes"]} - {*DTYPES}:
         parser.error(f"--dtype must be some of {', '.join(DTYPES)}, got {min(unknown)}")
+    one = options["devices"]
+    return options | {"devices": [one] if one else [d for d in here if ":" not in d]}
+
+
+def main(argv: Sequence[str]) -> int:
+    options = read(argv)
+    as_json = options.pop("json")
     try:
-        report = check(devices=[device] if device else [d for d in here if ":" not in d], **options)
+        report = check(**options)
     except ValueError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
