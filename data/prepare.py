@@ -248,7 +248,7 @@ def _encode(tokenizer: Tokenizer, batch: list[Piece]) -> list[tuple[int, bytes, 
 
 def _move_tail(folder: Path, n: int, dtype: np.dtype, tokenizer: Tokenizer, size: int) -> int:
     """Move the last n tokens from train.bin (`size` bytes of text) to val.bin; return their bytes.
-    WordPiece's spaces, in no token, are spread evenly."""
+    Tokens may have other bytes than their text, as WordPiece's spaces or [UNK]: in proportion."""
     tokens = np.memmap(folder / "train.bin", dtype=dtype, mode="r")
     keep, length = len(tokens) - n, np.array([len(text) for text in tokenizer.token_bytes()])
     stay = move = 0
@@ -260,4 +260,4 @@ def _move_tail(folder: Path, n: int, dtype: np.dtype, tokenizer: Tokenizer, size
     with (folder / "val.bin").open("ab") as f:
         tokens[keep:].tofile(f)
     os.truncate(folder / "train.bin", dtype.itemsize * keep)
-    return move + (size - stay - move) * n // len(tokens)
+    return size * move // max(1, stay + move)

@@ -18,7 +18,7 @@ from unittest.mock import Mock, patch
 import numpy as np
 import pytest
 from conftest import few
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import checkpoint
@@ -273,6 +273,7 @@ texts = odd | odd.map(lambda d: d * 20) | st.sampled_from(["\ud83d", "<eos>", *l
 
 @pytest.mark.parametrize("kind", ["gpt2", *KINDS])
 @given(st.lists(st.none() | texts), st.booleans(), st.sampled_from([0.1, 0.3, 0.5]))
+@example(["a" * 20, "a"], False, 0.1)
 @settings(max_examples=20, deadline=None, suppress_health_check=HERE)
 def test_every_document_is_kept_whole(
     tmp_path_factory: Any, gpt2: Any, kind: str, documents: Any, files: bool, fraction: float
