@@ -23,6 +23,8 @@ from core.settings import UserError
 # --- kernels ---
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_a_kernel_that_is_wrong_in_long_texts_is_off_by_its_error(tmp_path):
     wrong = kernel(tmp_path, "wrong", "out = out * (1.01 if T == 300 else 1)")
     content = measured(*small("kernel"), f"--backends={wrong}", "--lengths=16,300",
@@ -47,7 +49,8 @@ def test_decode_reads_weights_of_their_size(more, size, of_products):
     assert row["mbu"] is None and row["mbu_why"]  # more than the memory can send
 
 
-@pytest.mark.parametrize("mode", few(["decode", "train"]))
+@pytest.mark.parametrize("mode", ["decode", "train"])
+@pytest.mark.slow
 def test_each_backend_has_the_largest_batch_that_fits(mode, tmp_path):
     full = "if B > {}: raise torch.OutOfMemoryError('made up')"
     files = [kernel(tmp_path, name, full.format(most)) for name, most in (("a", 3), ("b", 6))]
@@ -184,6 +187,8 @@ def hf(path: Path, kind: str = "llama", **more: Any) -> str:
     return f"--hf={path / kind}"
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_a_row_for_every_backend_and_for_transformers_own(tmp_path):
     content = measured(*small("train", own=False), hf(tmp_path), "--gradient_accumulation_steps=2",
                        "--backends=sdpa,flash_attn_2")
