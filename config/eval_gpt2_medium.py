@@ -3,8 +3,8 @@
 #   python -m data openwebtext
 #   python train.py config/eval_gpt2_medium.py
 #
-# Hardware: one GPU, a minute or a few; a CPU with patience (--eval_iters=10). Not yet timed here.
-# Expect:   validation loss about 2.84 nats a token, as nanoGPT reports for the same weights.
+# Hardware: one GPU, minutes; a CPU with --eval_iters=10. Not yet timed here.
+# Expect:   validation loss about 2.84 nats a token (nanoGPT's figure).
 
 dataset = "openwebtext"
 init_from = "gpt2-medium"

@@ -4,7 +4,7 @@
 #   torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py
 #   python train.py config/train_gpt2.py --attention_backend=sdpa      # one GPU, the same batch
 #
-# Hardware: 8 x A100 40GB; nanoGPT reports about 4 days for the same settings. Not yet timed here.
+# Hardware: 8 x A100 40GB; about 4 days (nanoGPT's figure). Not yet timed here.
 # Expect:   validation loss about 2.85 nats a token after 600,000 steps (nanoGPT's figure).
 
 out_dir = "out/gpt2"

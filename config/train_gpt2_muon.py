@@ -4,8 +4,8 @@
 #   torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2_muon.py
 #
 # Hardware: 8 GPUs of 40 GB or more; not yet run or timed.
-# Expect:   not known; in modded-nanogpt the validation loss is 3.28 nats a token after 3,250 such
-#           steps (mean of 10 runs), on other data and with a model that is changed further.
+# Expect:   not known; modded-nanogpt's validation loss is 3.28 nats a token after 3,250 such steps
+#           (mean of 10 runs), with other data and a changed model.
 
 out_dir = "out/gpt2_muon"
 dataset = "fineweb"

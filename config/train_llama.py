@@ -5,7 +5,7 @@
 #   torchrun --standalone --nproc_per_node=8 train.py config/train_llama.py --qk_norm=True   # Qwen3
 #
 # Hardware: 8 GPUs of 40 GB or more; not yet run or timed.
-# Expect:   not known; GPT-2's validation loss is about 2.85 nats a token (train_gpt2.py).
+# Expect:   not known; GPT-2's loss is about 2.85 (train_gpt2.py).
 
 out_dir = "out/llama"
 dataset = "openwebtext"

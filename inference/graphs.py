@@ -1,8 +1,7 @@
 """Decode steps as CUDA graphs, and the static caches that they write to.
 
 A graph holds numbers and the addresses of weights and cache: key() has them all. Other tensors are
-copied into its buffers, which lie outside the graphs' shared pool: it frees nothing until its last
-graph goes.
+copied into its buffers, outside the graphs' shared pool, which is freed with its last graph.
 """
 
 from __future__ import annotations
