@@ -1,11 +1,11 @@
-# A Llama of 124M parameters, otherwise train_gpt2.py: the same data, tokens, steps and width.
+# A Llama of 124M parameters; data, tokens, steps and width of train_gpt2.py.
 #
 #   python -m data openwebtext
 #   torchrun --standalone --nproc_per_node=8 train.py config/train_llama.py
 #   torchrun --standalone --nproc_per_node=8 train.py config/train_llama.py --qk_norm=True   # Qwen3
 #
 # Hardware: 8 GPUs of 40 GB or more; not yet run or timed.
-# Expect:   not known; GPT-2's loss is about 2.85 (train_gpt2.py).
+# Expect:   not known; GPT-2 has about 2.85 (train_gpt2.py).
 
 out_dir = "out/llama"
 dataset = "openwebtext"

@@ -1,4 +1,4 @@
-"""Build the site of README, course, docs, and a page of explain.py, by MkDocs (mkdocs.yml).
+"""Build the site of README, course, docs, and a page of explain.py, by MkDocs.
 
     python -m course.site                          into out/site; the model is out/shakespeare_cpu
     python -m course.site --run=RUN --out=FOLDER
