@@ -19,12 +19,12 @@ BELOW: dict[str, set[str]] = {  # the rooms that each may import
 }
 TOP = {*COMMANDS, "bench", "viewer", "course"}
 # Lines in all, exercises and web pages included. They only fall: who adds shortens something else.
-CAPS = {"source": 25_230, "tests": 16_910}
+CAPS = {"source": 24_340, "tests": 15_400}
 KERNELS = ("manual", "tiled", "sdpa", "sdpa_bmm", "flex", "triton_flash", "flash", "paged")
 # A backend has about 150 lines. flash.py holds three packages, flex.py two kernels and their
 # compilation, tiled.py the backward pass written out; sdpa.py is five backends.
-BUDGETS = {"model.py": 400, "train.py": 360, "attention/flash.py": 200, "attention/flex.py": 230,
-           "attention/tiled.py": 195}
+BUDGETS = {"model.py": 400, "train.py": 360, "attention/flash.py": 200, "attention/flex.py": 220,
+           "attention/tiled.py": 190}
 BUDGETS |= {name: BUDGETS.get(name, 160) for name in (f"attention/{k}.py" for k in KERNELS)}
 
 
