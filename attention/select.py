@@ -181,7 +181,8 @@ def resolve(name: str, spec: Spec, machine: Machine, policy: Policy = Policy(),
             title, why = backend.name, [*declared, *failed.get(backend.name, ())]
             if prove and not why:
                 proved = prove(backend)
-                why = failed[title] = [*proved.why]
+                if why := [*proved.why]:
+                    failed[title] = why
         except BackendUnavailable as e:
             why = [str(e)]
         answers = gather(ranks, why)

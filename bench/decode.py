@@ -53,8 +53,6 @@ def texts(bench: Bench) -> list[Json]:
     caches = [c for c in config.kv_caches if not bench.hf or c in hf.CACHES]
     if not caches:
         raise UserError(f"--kv_caches: --hf has {', '.join(hf.CACHES)}, got {config.kv_caches}")
-    if config.compile and "static" not in caches:
-        raise UserError(f"--compile needs static in --kv_caches, got {', '.join(caches)}")
     if config.compile:  # last: see warm_up()
         caches.sort(key="static".__eq__)
     shapes = itertools.product(sizes, prompts, caches, config.constraint)
@@ -102,7 +100,8 @@ class Decoding:
 
     def __init__(self, job: Job) -> None:
         compile = job.config.compile is True  # of decode steps
-        job = self.job = job.but(dropout=0.0, gradient_checkpointing=False, compile=False)
+        plain = {"gradient_checkpointing": False, "compile": False, "optimizer": "adamw"}
+        job = self.job = job.but(dropout=0.0, **plain)
         self.who = job.kind(job)
         self.who.for_decoding(compile)
         self.about = {"dtype": job.dtype}

@@ -7,6 +7,7 @@ import json
 import time
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,8 @@ def read(name: str) -> Json:
     try:
         from transformers import AutoConfig
 
+        if not Path(name).exists() and (name[:1] in "/.~" or name.count("/") > 1):
+            raise FileNotFoundError("no such folder")
         config = AutoConfig.from_pretrained(name, trust_remote_code=False).get_text_config()
     except Exception as e:  # its checks may raise anything
         raise UserError(f"--hf={name}: cannot read a model's config ({first_line(e)})") from e
@@ -125,6 +128,7 @@ class Reference:
 
     def __init__(self, job: Job) -> None:
         exact = {"dtype": "float32", "tf32": False, "onednn": False, "compile": False}
+        exact |= {"optimizer": "adamw"}  # no step is taken
         job = job.but(attention_backend="manual", gradient_checkpointing=False, **exact)
         self.device, T = job.device, job.config.block_size
         kind, what = (HuggingFace, bridge.implementation("manual")) if job.hf else (Ours, "")

@@ -99,6 +99,7 @@ class Proof:
     """Tests of `python -m attention check`; an error may break the process."""
 
     def __init__(self, job: Job) -> None:
+        _ = job.setup  # sets PyTorch's switches
         self.device, self.about = str(job.device), dict[str, str]()
         self.items = {(item.name, item.spec.dtype): item for item in check.items(DTYPES)}
 

@@ -12,7 +12,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 import data
 from bench import ROOT, Json
-from core.options import IGNORED, Dtype, ModelOptions, TrainConfig
+from core.options import ALIASES, IGNORED, Dtype, ModelOptions, TrainConfig
 from core.runtime import pick_device
 from core.settings import LINE, Loaded, UserError, did_you_mean, gather, read
 from model import GPTConfig
@@ -30,7 +30,7 @@ RECORDS = "bench/records"
 KERNEL = {"attention_backend", "attention_hub_kernels", "allow_mps_sdpa", "attention_window",
           "device", "dtype", "tf32", "deterministic", "seed"}  # fmt: skip
 SIZES = {f.name for f in fields(ModelOptions)} - {"attention_backend", "dropout"}
-MODEL = SIZES | {"attention_window", "batch_size", "onednn"}
+MODEL = SIZES | {"attention_window", "dataset", "data_dir", "batch_size", "onednn"}
 STEP = {"gradient_accumulation_steps", "gradient_checkpointing", "residual_dtype", "grad_clip"}
 TRAINING = KERNEL | MODEL | STEP | {
     "dropout", "optimizer", "weight_decay", "beta1", "beta2", "compile", "compile_mode",
@@ -49,6 +49,7 @@ USELESS = {
     | (MODEL | {"residual_dtype"}) - {"block_size", "batch_size"},
     "paths": {"backends", "residual_dtype"},
     "seeds": {"tolerance"},
+    "vocab_size": {"dataset", "data_dir"},
     "windows": {"attention_window"},
 }
 
@@ -88,7 +89,7 @@ class Measured(Settings):
 
 @dataclass(frozen=True)
 class Rivals:
-    batch_size: BatchSize = 12  # sequences in a micro-batch; auto: the most that fit
+    batch_size: BatchSize = 12  # of a micro-batch; auto: the most that fit (decode: auto)
     rival: tuple[str, ...] = ()  # in the same rounds: nanogpt=PATH, hf
     hf: str | None = None  # a transformers model instead of ours: folder or name
     bandwidth_gbs: PositiveFloat | None = None  # GB/s, for MBU and rooflines; none: measured
@@ -206,8 +207,9 @@ def load_config(argv: list[str], mode: str | None = None) -> Loaded[Any]:
     """The settings of a mode (None: train). Without a config file a CPU has config/bench_cpu.py."""
     kind = MODES[mode := mode or "train"]
     its = shown(kind)
+    aliases = {name: of for name, of in ALIASES.items() if of in {f.name for f in fields(kind)}}
     for name in (w.lstrip("-").partition("=")[0].replace("-", "_") for w in argv if w[:1] == "-"):
-        if name in its | {"config", "h", "help"} or not name.isidentifier():
+        if aliases.get(name, name) in its | {"config", "h", "help"} or not name.isidentifier():
             continue
         modes = [other for other, kind_ in MODES.items() if name in shown(kind_)]
         if modes or hasattr(TrainConfig, name):
@@ -215,22 +217,31 @@ def load_config(argv: list[str], mode: str | None = None) -> Loaded[Any]:
             raise UserError(f"--{name}: an option of {of}, not of mode {mode}")
         raise UserError(f"unknown option --{name}{did_you_mean(name, its, '--')}")
     words = [word for word in argv if word not in ("-h", "--help")]
-    given, origins, _ = gather(kind, words, ignored=IGNORED)
+    given, origins, _ = gather(kind, words, aliases=aliases, ignored=IGNORED)
     here = issubclass(kind, Measured) and pick_device(given.get("device", "auto"))
     if here and here.type == "cpu" and {*origins.values()} <= {LINE}:
         argv = [os.path.relpath(ROOT / CPU_CONFIG), *argv]
-    loaded = read(kind, argv, shown=its, ignored=IGNORED)
+    loaded = read(kind, argv, shown=its, aliases=aliases, ignored=IGNORED)
     settings, origins = loaded.settings, loaded.origins
     on_line = {name for name, origin in origins.items() if origin == LINE}
     changed = {f.name for f in fields(kind) if getattr(settings, f.name) != f.default}
     for name in CHANGING - its & origins.keys() & changed:
-        raise UserError(f"--{name}: not for mode {mode} ({origins[name]})")
+        why = "; weights do not change the time, so give the sizes" * (name == "init_from")
+        raise UserError(f"--{name}: not for mode {mode} ({origins[name]}){why}")
     for name in on_line & NEEDS.keys():
         if not getattr(settings, NEEDS[name], True):
             raise UserError(f"--{name} needs --{NEEDS[name]}")
-    for other in changed & USELESS.keys():
-        if lost := ", ".join(f"--{name}" for name in sorted(on_line & USELESS[other])):
+    # From a config file too:
+    both = on_line | changed & {"rival", "profile", "weights"}
+    both |= {"batch_size"} if getattr(settings, "batch_size", 1) == "auto" else set()
+    trains = "learning_rate" in its
+    for other in changed & USELESS.keys() - ({"vocab_size"} if trains else set()):
+        if lost := ", ".join(f"--{name}" for name in sorted(both & USELESS[other])):
             raise UserError(f"no effect with --{other}: {lost}")
+    compiles = kind is Decode and "compile" in on_line and settings.compile
+    if compiles and not {"auto", "static"} & {*settings.kv_caches}:
+        got = ", ".join(settings.kv_caches)
+        raise UserError(f"--compile needs static in --kv_caches, got {got}")
     if kind is Decode and "batch_size" in on_line and settings.batch_size != "auto":
         got = f"--batch_size={settings.batch_size}"
         raise UserError(f"{got}: mode decode has --batch_sizes, or --batch_size=auto")

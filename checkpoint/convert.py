@@ -49,6 +49,8 @@ def load_hf(source: str, policy: Policy = Policy(), **changes: object) -> GPT:
         listed = store.read_file(index, lambda path: read_json(path, Listed))["weight_map"]
         files = {Path(name).name for name in listed.values()}
     weights: dict[str, Tensor] = {}
+    if any(folder.glob("pytorch_model*.bin")) and not any(folder.glob("*.safetensors")):
+        raise FileError(f"{source} has weights in *.bin, expected *.safetensors")
     for file in sorted(files):
         weights |= store.read_file(folder / file, load_file)
     model = store.new_model(config, policy, source)

@@ -1,5 +1,4 @@
-# What bench_mfu.py measures on a CPU where no config is named: a model that trains there in
-# reasonable time, with sequences long enough for attention to matter.
+# What bench_mfu.py measures on a CPU without another config; long enough for attention to matter.
 
 dataset = "shakespeare_char"
 vocab_size = 1024

@@ -4,9 +4,8 @@
 #   python train.py config/finetune_shakespeare.py
 #   python train.py config/finetune_shakespeare.py --init_from=gpt2    # for a smaller GPU
 #
-# Hardware: one GPU with 40 GB or more (weights, gradients and AdamW of 1.5 billion parameters take
-#           25 GB); gpt2 (124M) fits anywhere. Not yet timed here.
-# Expect:   nanoGPT reports a validation loss near 2.8 nats a token on tinyshakespeare.
+# Hardware: one GPU of 40 GB (weights, gradients, AdamW: 25 GB). Not yet timed here.
+# Expect:   validation loss near 2.8 nats a token on tinyshakespeare (nanoGPT's figure).
 
 out_dir = "out/finetune_shakespeare"
 dataset = "shakespeare"

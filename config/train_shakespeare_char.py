@@ -1,16 +1,13 @@
-# A character-level GPT of 10.7 million parameters on the plays of Shakespeare, with the settings
-# that nanoGPT uses for its example of this name.
+# A character-level GPT of 10.7 million parameters on the plays of Shakespeare, nanoGPT's example.
 #
 #   python -m data shakespeare_char
 #   python train.py config/train_shakespeare_char.py
 #
-# To compare losses with nanoGPT, take its text:
-#
-#   python -m data shakespeare_char --source=tinyshakespeare --force      # instead of the plays
+#   python -m data shakespeare_char --source=tinyshakespeare --force      # nanoGPT's text
 #
 # Hardware: one GPU, a few minutes (nanoGPT reports 3 on an A100). Not yet timed here.
-# Expect:   on tinyshakespeare nanoGPT reports a best validation loss of 1.47 nats a character; it
-#           overfits after that, so the best checkpoint is kept with the newest.
+# Expect:   on tinyshakespeare a best validation loss of 1.47 nats a character (nanoGPT's figure),
+#           then overfitting: the best checkpoint is kept.
 
 out_dir = "out/shakespeare_char"
 dataset = "shakespeare_char"

@@ -44,9 +44,12 @@ class DistInfo:
                 raise UserError(f"--context_parallel={N} needs a multiple of {N} processes, got 1")
             return cls(device)
         slow = timedelta(seconds=SLOW_S)
-        with user_errors("not started by torchrun (for one process: unset RANK WORLD_SIZE): "):
-            if int(env.get("RANK", 0)) >= int(env.get("WORLD_SIZE", 1)):
-                raise ValueError(f"RANK={env['RANK']}, WORLD_SIZE={env.get('WORLD_SIZE')}")
+        unset = "unset RANK WORLD_SIZE LOCAL_RANK"
+        with user_errors(f"not started by torchrun (for one process: {unset}): "):
+            if not 0 <= int(env.get("RANK", 0)) < int(env.get("WORLD_SIZE", 1)):
+                raise ValueError(f"RANK={env.get('RANK')}, WORLD_SIZE={env.get('WORLD_SIZE')}")
+            if device.type == "cuda" and not {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= env.keys():
+                raise ValueError("no LOCAL_RANK, LOCAL_WORLD_SIZE")
             store, rank, n = next(dist.rendezvous("env://", timeout=slow))
         if n % N:
             raise UserError(f"--context_parallel={N} needs a multiple of {N} processes, got {n}")

@@ -73,7 +73,7 @@ def why_not_compile(wanted: bool | None, device: torch.device) -> str:
     if wanted is False:
         return "--compile=False"
     if device.type == "cuda" and find_spec("triton") is None:
-        return "package 'triton' is not installed"
+        return "package 'triton' is not installed (pip install triton)"
     if device.type == "cpu" and not any(map(shutil.which, ("c++", "g++", "clang++", "cl"))):
         return "no C++ compiler found"
     if wanted is None and device.type != "cuda":

@@ -180,7 +180,8 @@ def _fail(text: str) -> NoReturn:
     if (rank := os.environ.get("RANK", "0")) != "0":
         for number in terminal.SIGNALS:
             signal.signal(number, signal.SIG_DFL)
-        time.sleep(ALONE_S + 0.2 * int(os.environ.get("LOCAL_RANK", 0)))
+        local = os.environ.get("LOCAL_RANK", "0")
+        time.sleep(ALONE_S + (int(local) if local.isdecimal() else 0))
         where = f" (rank {rank})"
     print(f"error{where}: {terminal.escaped(text)}", file=sys.stderr)
     sys.exit(2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import select
@@ -22,7 +23,9 @@ def escaped(text: str) -> str:
 
 
 class _Lasting(io.FileIO):
-    """Becomes /dev/null, with a warning, at an error."""
+    """Drops what cannot be written, with one warning."""
+
+    warned = False
 
     def write(self, data: Any, /) -> int:
         try:
@@ -32,9 +35,12 @@ class _Lasting(io.FileIO):
         except OSError as e:
             name, other = ("stdout", 2) if self.fileno() == 1 else ("stderr", 1)
             text = f"WARNING: cannot write to {name} ({e.strerror}); going on without it\n"
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
-            with suppress(OSError):
-                os.write(other, text.encode())
+            if e.errno == errno.EPIPE:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+            if not self.warned:
+                self.warned = True
+                with suppress(OSError):
+                    os.write(other, text.encode())
             return memoryview(data).nbytes
 
 

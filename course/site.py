@@ -61,8 +61,9 @@ def main(argv: list[str]) -> int:
 
 def write_pages(folder: Path) -> None:
     pages = ("README.md", "course/*.md", "docs/*.md")
-    files = ("course/pictures/*", "docs/*.svg", "docs/*.png", "course/site.css")
-    shown = {path for pattern in (*pages, *files) for path in ROOT.glob(pattern)}
+    pictures = ("course/pictures/*", "docs/*.svg", "docs/*.png", "bench/records/*/*.png")
+    patterns = (*pages, *pictures, "course/site.css")
+    shown = {path for pattern in patterns for path in ROOT.glob(pattern)}
     for path in shown:
         to = folder / path.relative_to(ROOT)
         to.parent.mkdir(parents=True, exist_ok=True)

@@ -103,7 +103,7 @@ class Scheduler:
         self.kv_cache, self.graph = graphs.choose(model, kv_cache, compile, self.slots)
         self.params = SamplingParams.on(self.device, self.options)
         constraint = self.options.constraint
-        if isinstance(constraint, Sequence):
+        if isinstance(constraint, Sequence) and n is not None:
             constraint = [*islice(_each("constraint", constraint, n), n)]
         self.constraint = combined(constraint)
         if self.constraint is not None:

@@ -280,7 +280,7 @@ def test_a_config_file_of_a_run_may_have_more(tmp_path):
     (["decode", "--batch_size=auto", "--batch_sizes=3"], "--batch_sizes"),
     (["decode", "--hf=x", "--weights=int8"], "--weights"),
     (["--bandwidth_gbs=9"], "--profile"), (["nomode"], "nomode"), (["runs"], "--rival"),
-    (["converge", "--paths=float32", "--backends=sdpa"], "--paths"), (["--dataset=x"], "converge"),
+    (["converge", "--paths=float32", "--backends=sdpa"], "--paths"), (["--dataset=x"], "--dataset"),
     (["converge", "--seeds=2", "--tolerance=0.1"], "--tolerance"),
     (["decode", "--compile=True", "--kv_caches=none"], "static"), (["--records_dir=x"], "--record"),
     (["kernel", "--windows=8", "--attention_window=4"], "--attention_window"),

@@ -195,7 +195,7 @@ def test_every_cache_draws_what_a_loop_over_the_text_draws(setting) -> None:
         assert [t[len(p) :].tolist() for t, p in zip(texts, prompts, strict=True)] == want, kv
     if "generator" not in options:  # numbers of one generator come in another order
         new: list[list[int]] = [[] for _ in prompts]
-        for b, token in serve.stream(model, prompts, n, slots=2, page_size=4, **given()):
+        for b, token in serve.stream(model, iter(prompts), n, slots=2, page_size=4, **given()):
             new[b] += [] if token == ENDED else [token]
         assert new == want
     if n > 9 and options != GREEDY and "generator" not in options:  # an option changes the texts
