@@ -53,8 +53,7 @@ def test_a_weight_is_off_by_half_a_step_at_most(dtype: torch.dtype) -> None:
 @given(rows=st.integers(1, 40), K=st.sampled_from([64, 256]), bias=st.booleans(),
        dtype=st.sampled_from(DTYPES))
 def test_the_product_is_that_of_the_widened_weights(rows, K, bias, dtype) -> None:
-    """Within twice plain bfloat16's error. In float32 few and many rows rarely differ: caches give
-    equal tokens."""
+    """Within twice plain bfloat16's error; in float32 few and many rows rarely differ."""
     x = torch.randn(rows, 1, K).to(dtype)
     q, scale = int8.quantize(torch.randn(100, K))
     b, wide = torch.randn(100).to(dtype) * bias, q.double() * scale.double()[:, None]
