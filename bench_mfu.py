@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from core import terminal
-from core.settings import Loaded, UserError, exit_on_user_error
+from core.settings import LINE, Loaded, UserError, exit_on_user_error
 
 if __name__ == "__main__":
     terminal.end_at_once()
@@ -38,7 +38,7 @@ def measure(mode: str, argv: list[str], loaded: Loaded[Any]) -> int:
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")
     about = {"format": record.FORMAT, "command": command, "date": date, **record.git_state()}
     device = pick_device(config.device)
-    files = {o.rpartition(":")[0] for o in loaded.origins.values() if o != "command line"}
+    files = {o.rpartition(":")[0] for o in loaded.origins.values() if o != LINE}
     lines = [f"settings: {', '.join(sorted(files)) or 'the defaults'}", *loaded.notes]
     print(*lines, sep="\n", file=sys.stderr)
 

@@ -249,7 +249,7 @@ class GPT(nn.Module):
         })  # fmt: skip
         self.lm_head = Head(None if config.tied else (config.vocab_size, config.n_embd))
         for name, p in self.named_parameters():
-            n = 2 * config.n_layer if name.endswith("c_proj.weight") else 1  # of them add up
+            n = 2 * config.n_layer if name.endswith("c_proj.weight") else 1  # outputs that add up
             if p.dim() == 2:
                 nn.init.normal_(p, std=0.02 / math.sqrt(n))
             elif name.endswith("bias"):

@@ -44,7 +44,7 @@ def plans(bench: Bench) -> list[Plan]:
 
 def texts(bench: Bench) -> list[Json]:
     config, T = bench.config, bench.model.block_size
-    new = config.new_tokens or (128 if bench.cuda else 16)  # three record the CUDA graph
+    new = config.new_tokens or (128 if bench.cuda else 16)  # the first three record the graph
     sizes = ("auto",) if bench.auto else config.batch_sizes or ((1, 8) if bench.cuda else (1, 4))
     prompts = config.prompts or (max(1, T // 2 - new),)
     if (longest := max(prompts)) + new > T:

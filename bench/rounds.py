@@ -145,7 +145,7 @@ class Turns:
             if why := plan.skip(row, [*self.rows.values()]):
                 raise Failure("skipped", why)
             need = self.took.get(name not in self.workers, 0.0)
-            if stop.left < max(need, 0):
+            if stop.left < need:
                 took = f"it takes about {need:.0f} s" if need else stop.spent
                 raise Failure("stopped", f"{took}, and {max(stop.left, 0):.0f} s were left")
         stop.watch(f"warm-up: {key(row)}")

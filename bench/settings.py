@@ -137,7 +137,7 @@ class Decode(Rivals, Measured):
 class Converge(Measured):
     """The same training with each backend, before you trust a faster kernel."""
 
-    uses: ClassVar[set[str]] = TRAINING | RATES | {"dataset", "data_dir"}
+    uses: ClassVar[set[str]] = TRAINING | RATES
     steps: Annotated[PositiveInt, Field(multiple_of=10)] = 100  # of a training
     seeds: PositiveInt = 1  # if above 1, their scatter is the tolerance
     paths: tuple[TrainingPath, ...] = ()  # precisions, instead of backends

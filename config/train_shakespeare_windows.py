@@ -21,7 +21,7 @@ attention_window = 32, 32, 32, None
 max_iters = 2000
 learning_rate = 1e-3
 warmup_iters = 100
-beta2 = 0.99  # few tokens a step: average over more of them
+beta2 = 0.99  # few tokens a step
 
 eval_interval = 500
 eval_iters = 40

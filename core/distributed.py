@@ -114,6 +114,7 @@ class DistInfo:
                 dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
     def name_missing(self, error: Exception, resume: str) -> None:
+        """Print the lost ranks, and the command to resume."""
         text = str(error).lower()
         of_group = isinstance(error, dist.DistError) or "gloo" in text or "nccl" in text
         if self.control is None or not of_group:

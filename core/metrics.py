@@ -224,9 +224,10 @@ def draw(path: Path, picture: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    rows = read(path)
     for key, label, color, marker in (("loss", "training, batch by batch", "#9bb1c0", ""),
                                       ("val_loss", "validation", "#c7553b", "o")):  # fmt: skip
-        if points := [(r["iter"], r[key]) for r in read(path) if key in r]:
+        if points := [(r["iter"], r[key]) for r in rows if key in r]:
             axes.plot(*zip(*points), label=label, color=color, marker=marker, linewidth=1.2)
             axes.legend(frameon=False)
     if points:

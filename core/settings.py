@@ -267,12 +267,13 @@ def _print_help(cls: type, values: Values, shown: Collection[str] | None) -> NoR
     lines = [f"usage: python {' '.join(program)} [OPTIONS]\n\n{about}\n"]
     source = "".join(map(inspect.getsource, cls.__mro__[-2::-1]))
     comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", source, re.M))
+    hints = _hints(cls)
     for field in dataclasses.fields(cls):
         if shown is not None and field.name not in shown:
             continue
         value = values.get(field.name, field.default)
         default = ",".join(map(str, value)) if isinstance(value, tuple) else value
-        kinds = re.findall(r"'[\w.-]+'|\b(?:bool|int|float|str)\b", str(_hints(cls)[field.name]))
+        kinds = re.findall(r"'[\w.-]+'|\b(?:bool|int|float|str)\b", str(hints[field.name]))
         kind = "|".join(kinds).replace("'", "").removesuffix("|whole")
         words = f"{comments.get(field.name, '')} ({kind}; default: {default})"
         lines.append(textwrap.fill(words, 98, initial_indent=f"  --{field.name:<23} ",

@@ -50,6 +50,8 @@ class Automaton(nn.Module):
 
     def start(self, rows: Sequence[int], left: Sequence[int]) -> Tensor:
         """First states (B, 2) of rows with left[b] tokens. UserError: too few."""
+        if self.starts is not None and max(rows) >= len(self.starts):
+            raise UserError("constraint: fewer values than prompts")
         states = []
         for row, room in zip(rows, left, strict=True):
             state = START if self.starts is None else self.starts[row]

@@ -353,7 +353,7 @@ class Scheduler:
         return row.n - self.cache.length(row.slot)
 
     def _forward(self, function: Callable[..., T], rows: Sequence[Row], *args: object) -> T:
-        """`read` as in sampling.next_logits()."""
+        """function(read, *args); read: next_logits()'s."""
         pool = self.cache.pool
         counts = [0 if row.done else self._reads(row) for row in rows]
         T, last = max(counts), None

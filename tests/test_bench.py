@@ -265,10 +265,15 @@ def test_a_config_file_of_a_run_may_have_more(tmp_path):
     (path := tmp_path / "c.py").write_text("max_iters = 9\n", "utf-8")
     argv = ["kernel", str(path), *small("kernel")[1:], "--lengths=8", "--batch_sizes=1"]
     assert run([*argv, "--backends=sdpa"])[0] == 0
-    for name, value in (("document_mask", True), ("init_from", "gpt2")):
-        path.write_text(f"{name} = {value!r}\n", "utf-8")
-        with pytest.raises(UserError, match=rf"--{name}: .*c\.py:1"):
-            run(argv)
+    for mode, text, named in (
+        ("kernel", "document_mask = True", r"--document_mask: .*c\.py:1"),
+        ("kernel", "init_from = 'gpt2'", r"--init_from: .*c\.py:1"),
+        ("train", "hf = 'x'\nprofile = True", "--profile"),
+        ("decode", "hf = 'x'\nweights = 'int8'", "--weights"),
+    ):
+        path.write_text(text, "utf-8")
+        with pytest.raises(UserError, match=named):
+            run([mode, str(path)])
 
 
 @pytest.mark.parametrize("argv, value", [

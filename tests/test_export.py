@@ -111,6 +111,9 @@ def test_what_gpt_has_not_is_refused(tmp_path):
         with pytest.raises(UserError, match=f"{tmp_path}.*{word}"):
             checkpoint.load_hf(str(tmp_path))
     (tmp_path / "config.json").write_text(json.dumps({**SIZES, "model_type": "llama"}))
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(UserError, match=r"\*\.bin"):
+        checkpoint.load_hf(str(tmp_path))
     for file in (5, None, ["a"], ""):
         listed = {"weight_map": {"x": "model.safetensors", "y": file}}
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps(listed))

@@ -266,7 +266,8 @@ LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
 
 @pytest.mark.parametrize("world, named", [
     ({}, "--context_parallel=2"), ({"WORLD_SIZE": "2"}, "RANK"), ({"RANK": "0"}, "WORLD_SIZE"),
-    ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}, "RANK=2"),
+    *(({"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}, f"RANK={rank}")
+      for rank in ("2", "-1")),
     ({"LOCAL_RANK": "1"}, "RANK")])  # fmt: skip
 def test_a_ring_and_an_incomplete_launch_need_processes(world, named) -> None:
     clean = {name: x for name, x in os.environ.items() if name not in LAUNCH}

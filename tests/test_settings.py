@@ -199,6 +199,7 @@ BAD = [  # lines of a file: calls, other names, what takes for ever, what is no 
     "name = 'a' * 10**12", "n_layer = 9 ** 9 ** 9", "n_layer = 1 << 10**12",
     "n_layer = round(1, -10**9)", "name = f'{n_layer:9999999999}'", "lengths = [1] * 10**12",
     "lengths = {1, 2}", "lengths = [x for x in (1, 2)]", "name = b'x'", "name = '\0'",
+    "name = '\\0'",
     "n_layer = lengths[0]", "n_layer += 1", "del n_layer",
     "n_layer = " + "-" * 9999 + "1", "n_layer = " + "(" * 300 + "1" + ")" * 300,
     "n_layer = 1" + " + 1" * 9999, "name = str(" * 3000 + "1" + ")" * 3000,
@@ -288,6 +289,12 @@ def main():
             print(i, flush=True), print(i, file=sys.stderr, flush=True)
         f.write("complete")
 run(main, lasting=True)"""
+FREED = f"""{RUN}import resource
+def main():
+    for limit in (0, -1):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, -1))
+        print("limit:", limit, flush=True)
+run(main, lasting=True)"""
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="writes to /dev/full")
@@ -295,7 +302,7 @@ run(main, lasting=True)"""
     (PRINTS, "2> err | head -c 1", 1, 0, 0), (PRINTS, "2> err > /dev/full", 2, 0, 1),
     (PRINTS, "> /dev/null 2>&-", 0, 0, 0), (LASTS, "2> err | true", 0, 0, 1),
     (LASTS, "2> /dev/full > out", 0, 1, 0), (LASTS, "> /dev/full 2>&1", 0, 0, 0),
-    (LASTS, "<&- >&- 2>&-", 0, 0, 0)])  # fmt: skip
+    (LASTS, "<&- >&- 2>&-", 0, 0, 0), (FREED, "2> /dev/null > out", 0, 1, 0)])  # fmt: skip
 def test_closed_pipes_and_full_disks(program, to, code, out, err, tmp_path: Path) -> None:
     """One line on the stream that is left. A lasting command goes on to its end."""
     env = os.environ | {"PYTHONPATH": str(ROOT), "PY": sys.executable, "PROGRAM": program}

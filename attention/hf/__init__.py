@@ -187,7 +187,7 @@ def _check_packing(position_ids: Tensor, proof: Proof, mask: Tensor | None) -> N
         mask.checked = position_ids
 
 
-# layer -> (Spec, requested name, kernel) -> calls
+# layer -> (Spec, name, backend, kernels) -> Spec, choice, calls
 _Calls = dict[tuple[object, ...], tuple[Spec, Resolution, int]]
 _calls: WeakKeyDictionary[torch.nn.Module, _Calls] = WeakKeyDictionary()
 

@@ -74,7 +74,7 @@ def onednn() -> Iterator[None]:
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """By oneDNN: (M, K) and (K, N) float32 -> (M, N)."""
+    """By oneDNN: (M, K) and (K, N), float32 or bfloat16 -> (M, N)."""
     if _compiling():
         return torch.ops.nanoattn.linear(a, b.t(), None)
     with onednn():

@@ -126,8 +126,6 @@ def describe(e: BaseException, answer: Path | ModuleType) -> str:
     return f"{type(e).__name__}{at}: {e.__cause__ or e}"
 
 
-
-
 def compare(function: Callable[..., object], inputs: Collection[object],
             wanted: dict[str, Tensor], case: str) -> None:
     """Raise Wrong unless the function, with copies of the inputs, returns `wanted`."""
