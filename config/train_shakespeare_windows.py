@@ -4,7 +4,7 @@
 #   python -m data shakespeare_char
 #   python train.py config/train_shakespeare_windows.py
 #
-# Hardware: any laptop; two AMD EPYC cores took under three minutes.
+# Hardware: any laptop; three minutes on two AMD EPYC cores.
 # Expect:   validation loss about 2.22 nats a character, 2.13 with --attention_window=none.
 
 out_dir = "out/shakespeare_windows"
