@@ -162,7 +162,7 @@ class Description:
         products = None
         if not isinstance(config, Decode):
             peak = flops.peak(device, dtype, config.peak_tflops)
-            if cuda:
+            if cuda and (isinstance(config, Qualify) or getattr(config, "profile", False)):
                 products = flops.measured_tflops(device, getattr(torch, dtype))
         if given := getattr(config, "bandwidth_gbs", None):
             rate, source = given * 1e9, "--bandwidth_gbs"

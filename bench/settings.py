@@ -14,7 +14,7 @@ import data
 from bench import ROOT, Json
 from core.options import ALIASES, IGNORED, Dtype, ModelOptions, TrainConfig
 from core.runtime import pick_device
-from core.settings import LINE, Loaded, UserError, did_you_mean, gather, read
+from core.settings import LINE, Loaded, UserError, gather, read
 from model import GPTConfig
 
 KVCache = Literal["auto", "none", "dynamic", "static", "paged"]
@@ -148,14 +148,13 @@ class Converge(Measured):
 class Runs:
     """Whole runs of train.py and of nanoGPT's train.py, on a CPU."""
 
-    uses: ClassVar[set[str]] = {"attention_backend", "dtype", "compile", "device"}
+    uses: ClassVar[set[str]] = {"attention_backend", "dtype", "compile"}
     rival: tuple[str, ...] = ()  # nanogpt=PATH
     sizes: tuple[Literal["a", "b", "c"], ...] = ("a", "b", "c")  # docs/SPEED.md
     rounds: PositiveInt = 5  # pairs of runs
     attention_backend: str = "auto"  # of our runs
     dtype: Dtype = "auto"  # of our runs
     compile: bool | None = None  # both; none: no
-    device: Literal["auto", "cpu"] = "auto"  # cpu
 
 
 @dataclass(frozen=True)
@@ -209,13 +208,10 @@ def load_config(argv: list[str], mode: str | None = None) -> Loaded[Any]:
     its = shown(kind)
     aliases = {name: of for name, of in ALIASES.items() if of in {f.name for f in fields(kind)}}
     for name in (w.lstrip("-").partition("=")[0].replace("-", "_") for w in argv if w[:1] == "-"):
-        if aliases.get(name, name) in its | {"config", "h", "help"} or not name.isidentifier():
-            continue
         modes = [other for other, kind_ in MODES.items() if name in shown(kind_)]
-        if modes or hasattr(TrainConfig, name):
+        if name not in its | aliases.keys() and (modes or hasattr(TrainConfig, name)):
             of = ", ".join(modes) or "train.py"
             raise UserError(f"--{name}: an option of {of}, not of mode {mode}")
-        raise UserError(f"unknown option --{name}{did_you_mean(name, its, '--')}")
     words = [word for word in argv if word not in ("-h", "--help")]
     given, origins, _ = gather(kind, words, aliases=aliases, ignored=IGNORED)
     here = issubclass(kind, Measured) and pick_device(given.get("device", "auto"))
@@ -231,6 +227,11 @@ def load_config(argv: list[str], mode: str | None = None) -> Loaded[Any]:
     for name in on_line & NEEDS.keys():
         if not getattr(settings, NEEDS[name], True):
             raise UserError(f"--{name} needs --{NEEDS[name]}")
+    compiles = settings.compile or (settings.compile is None and here and here.type == "cuda")
+    if "compile_mode" in on_line and not compiles:
+        raise UserError("--compile_mode needs --compile")
+    if kind is Qualify and settings.rival and not {4, 5} & {*settings.stages}:
+        raise UserError(f"--rival needs stage 4 or 5, got --stages={settings.stages}")
     # From a config file too:
     both = on_line | changed & {"rival", "profile", "weights"}
     both |= {"batch_size"} if getattr(settings, "batch_size", 1) == "auto" else set()
@@ -238,8 +239,8 @@ def load_config(argv: list[str], mode: str | None = None) -> Loaded[Any]:
     for other in changed & USELESS.keys() - ({"vocab_size"} if trains else set()):
         if lost := ", ".join(f"--{name}" for name in sorted(both & USELESS[other])):
             raise UserError(f"no effect with --{other}: {lost}")
-    compiles = kind is Decode and "compile" in on_line and settings.compile
-    if compiles and not {"auto", "static"} & {*settings.kv_caches}:
+    static = {"auto", "static"} & {*getattr(settings, "kv_caches", ())}
+    if kind is Decode and "compile" in on_line and settings.compile and not static:
         got = ", ".join(settings.kv_caches)
         raise UserError(f"--compile needs static in --kv_caches, got {got}")
     if kind is Decode and "batch_size" in on_line and settings.batch_size != "auto":
