@@ -289,27 +289,24 @@ def test_every_table_says_that_it_is_planned() -> None:
     assert any(f"over by {-ddp['left_bytes'] / 1e9:.3g} |" in line for line in lines)
 
 
-@pytest.mark.parametrize("gpu, gpus, where, ms", [  # docs/MEASURE.md
-    ("H100 PCIe", 16, "8 x H100", "140 ms"), ("H200", 1, "1 x H200", "1,068.71 ms"),
-    ("A100", 3, "4 x A100", "633.40 ms"), ("4090", 8, "2 x RTX 4090", "1,191.34 ms"),
+@pytest.mark.parametrize("part, gpus, usual, gb, where, ms", [  # the datasheet, docs/MEASURE.md
+    ("H100 PCIe", 16, "NVIDIA H100 PCIe", 80, "8 x H100", "140 ms"),
+    ("nvidia h100", 8, "NVIDIA H100 80GB HBM3", 80, "8 x H100", "140 ms"),
+    ("H200", 1, "NVIDIA H200", 141, "1 x H200", "1,068.71 ms"),
+    ("a100 40gb", 3, "NVIDIA A100-SXM4-40GB", 40, "4 x A100", "633.40 ms"),
+    ("4090", 8, "NVIDIA GeForce RTX 4090", 24, "2 x RTX 4090", "1,191.34 ms"),
 ])
-def test_below_the_table_is_the_nearest_measured_step(gpu, gpus, where, ms) -> None:
+def test_a_part_of_a_name_is_the_usual_gpu_of_it_with_the_nearest_measured_step(
+    part: str, gpus: int, usual: str, gb: int, where: str, ms: str
+) -> None:
     links = ("--nvlink_gbs=300", "--network_gbs=25", "--gpus_per_node=64")
-    _, out = run(f"--gpu={gpu}", *ARGV[1:], f"--gpus={gpus}", *links)
-    (line,) = (line for line in out.splitlines() if "Others measured" in line)
-    assert where in line and ms in line and out.index("planned: a step, ms") < out.index(line)
-
-
-@pytest.mark.parametrize("short, usual, gb", [  # memory of the datasheet
-    ("nvidia h100", "NVIDIA H100 80GB HBM3", 80), ("a100 40gb", "NVIDIA A100-SXM4-40GB", 40),
-    ("4090", "NVIDIA GeForce RTX 4090", 24),
-])
-def test_a_part_of_a_name_is_the_usual_gpu_of_it(short: str, usual: str, gb: int) -> None:
-    _, out = run(f"--gpu={short}", *ARGV[1:], "--batch_size=1", "--gpus=1", "--json")
+    _, out = run(f"--gpu={part}", *ARGV[1:], f"--gpus={gpus}", *links, "--json")
     *lines, last = out.splitlines()
-    assert any(repr(short) in line and usual in line for line in lines)
-    (row,) = json.loads(last)["rows"]
+    assert any(repr(part) in line and usual in line for line in lines)
+    row = json.loads(last)["rows"][0]
     assert row["memory_bytes"] + row["left_bytes"] == pytest.approx(0.95 * gb * 1e9)
+    (line,) = (line for line in lines if "Others measured" in line)
+    assert where in line and ms in line and out.index("planned: a step, ms") < out.index(line)
 
 
 @pytest.mark.parametrize("argv, named", [
