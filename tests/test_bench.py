@@ -159,8 +159,11 @@ def test_training_paths_beside_a_plain_one_with_seeds(tmp_path):
 
 @pytest.mark.slow
 def test_decode_has_rows_for_the_rivals_where_they_have_such_a_cache(tmp_path):
+    """A run's config file with Muon says nothing of its generation."""
     pytest.importorskip("transformers")
-    content = measured(*small("decode"), "--backends=sdpa", "--batch_sizes=2", "--prompts=5",
+    (config := tmp_path / "muon.py").write_text("optimizer = 'muon'\n", "utf-8")
+    content = measured("decode", str(config), *small("decode")[1:], "--backends=sdpa",
+                       "--batch_sizes=2", "--prompts=5",
                        "--kv_caches=none,static", "--new_tokens=3", "--rival=hf", rival(tmp_path))
     at = {(r["backend"], r["point"]["cache"]): r for r in content["rows"]}
     lacking = {key for key, r in at.items() if r["status"] == "unavailable"}
