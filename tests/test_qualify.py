@@ -55,7 +55,8 @@ def test_a_kernel_that_is_wrong_or_breaks_its_process_fails_the_proof(tmp_path: 
     """With grouped heads it ends its process; a new one goes on, with the run's switches."""
     own = kernel(tmp_path, "own", "if spec.n_kv_head < spec.n_head: os._exit(3)\n"
                                   "    assert torch.are_deterministic_algorithms_enabled()")
-    argv = [*TINY, "--deterministic", f"--backends={own}", "--stages=2", f"--records_dir={tmp_path / 'r'}"]
+    argv = [*TINY, "--deterministic", "--stages=2", f"--backends={own}"]
+    argv += [f"--records_dir={tmp_path / 'r'}"]
     made = measured(*argv, "--minutes=0.5", code=1)
     (r,) = made["stages"][0]["record"]["rows"]
     assert r["right"] > 5 and r["wrong"] == len(r["failures"]) > 0

@@ -237,11 +237,9 @@ def test_every_record_here_is_accepted_and_the_board_is_up_to_date(
 
 # --- edited figures ---
 
-FIGURES = (  # of a row, that follow from its rounds, the settings and the machine
-    "ms q1_ms q3_ms spread noisy forward_ms backward_ms optimizer_ms first_ms tokens_a_step "
-    "tokens_per_s mfu mfu_causal loss_difference gradient_norm_difference tflops_causal "
-    "tflops_full share mbu cache_bytes final_loss final_losses difference verdict time_saved "
-    "memory_saved").split()
+FIGURES = """ms q1_ms q3_ms spread noisy forward_ms backward_ms optimizer_ms first_ms tokens_a_step
+    tokens_per_s mfu mfu_causal loss_difference gradient_norm_difference tflops_causal tflops_full
+    share mbu cache_bytes final_loss final_losses difference verdict time_saved memory_saved"""
 PROFILE = ("rooflines", "ceiling", "reachable", "bandwidth", "products_tflops")
 PARTS = ("share", "roofline_ms", "times", "over_ms", "limit")  # of old profiles
 
@@ -250,7 +248,7 @@ def computed(r: Content) -> Content:
     p = r.get("profile", {})
     parts = [{name: part[name] for name in PARTS} for part in p.get("parts", ())]
     profile = {n: p[n] for n in PROFILE if n in p} | ({"parts": parts} if parts else {})
-    return {n: r[n] for n in FIGURES if n in r} | {"profile": profile}
+    return {n: r[n] for n in FIGURES.split() if n in r} | {"profile": profile}
 
 
 def leaves(value: Any, *path: Any) -> Iterator[tuple[Any, ...]]:
