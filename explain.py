@@ -47,10 +47,8 @@ class ExplainConfig:
             raise ValueError("segments must have at least one character, got ''")
 
 
-ALIASES = {"attn_implementation": "attention_backend"}
-
 if __name__ == "__main__":  # --help and mistakes come before torch
-    read_early(ExplainConfig, sys.argv[1:], aliases=ALIASES)
+    read_early(ExplainConfig, sys.argv[1:])
 
 import torch
 
@@ -152,7 +150,7 @@ def forward(model: GPT, prompt: Prompt) -> list[Call]:
 
 def main(argv: list[str]) -> int:
     show_log()
-    config = read(ExplainConfig, argv, aliases=ALIASES).settings
+    config = read(ExplainConfig, argv).settings
     with explained("a shorter --prompt"), user_errors():
         model, tokenizer = load(config)
         resumed = config.init_from == "resume"

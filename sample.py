@@ -76,10 +76,8 @@ class SampleConfig:
             raise ValueError(f"n_pages needs kv_cache=paged, got {self.kv_cache}")
 
 
-ALIASES = {"attn_implementation": "attention_backend"}
-
 if __name__ == "__main__":  # --help and mistakes come before torch
-    read_early(SampleConfig, sys.argv[1:], aliases=ALIASES)
+    read_early(SampleConfig, sys.argv[1:])
 
 
 import torch
@@ -239,7 +237,7 @@ class Writer:
 @explained("a smaller --batch_size or --max_new_tokens, --dtype=bfloat16 or --weights=int8")
 def main(argv: list[str]) -> int:
     show_log()
-    config = read(SampleConfig, argv, aliases=ALIASES).settings
+    config = read(SampleConfig, argv).settings
     starts = prompts(config)
     files = [os.path.realpath(path) for path in (config.prompts, config.out) if path]
     if len(files) > len(set(files)):

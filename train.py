@@ -18,11 +18,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from core.options import ALIASES, IGNORED, TrainConfig
+from core.options import IGNORED, TrainConfig
 from core.settings import Loaded, exit_on_user_error, read, read_early, user_errors
 
 if __name__ == "__main__":  # --help and mistakes come before torch, which is slow
-    read_early(TrainConfig, sys.argv[1:], aliases=ALIASES, ignored=IGNORED)
+    read_early(TrainConfig, sys.argv[1:], ignored=IGNORED)
 
 import torch
 import torch.nn as nn
@@ -129,7 +129,7 @@ def set_up(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Run:
 
 
 def main(argv: list[str]) -> int:
-    loaded = read(TrainConfig, argv, aliases=ALIASES, ignored=IGNORED)
+    loaded = read(TrainConfig, argv, ignored=IGNORED)
     runtime.show_log()
     with checkpoint.locked(loaded.settings):
         if loaded.settings.init_from == "resume":

@@ -21,7 +21,6 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 PeakRate = PositiveFloat | Literal["measure"]  # TFLOP/s of one device
 CompileMode = Literal["default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune"]
-ALIASES = {"attn_implementation": "attention_backend", "attention_deterministic": "deterministic"}
 IGNORED = {"always_save_checkpoint": "every evaluation saves",
            "backend": "NCCL on CUDA, gloo elsewhere"}  # fmt: skip  # nanoGPT's names
 
