@@ -36,23 +36,21 @@ class DistInfo:
     def join(cls, wanted: str, context_parallel: int = 1) -> DistInfo:
         """Join the processes that torchrun started. Raises UserError."""
         device = pick_device(wanted)
-        N = context_parallel
-        env = os.environ
+        env, slow = os.environ, timedelta(seconds=SLOW_S)
         alone = env.get("RANK"), env.get("WORLD_SIZE", "1"), env.get("LOCAL_RANK", "0")
-        if alone == (None, "1", "0"):
-            if N > 1:
-                raise UserError(f"--context_parallel={N} needs a multiple of {N} processes, got 1")
-            return cls(device)
-        slow = timedelta(seconds=SLOW_S)
-        unset = "unset RANK WORLD_SIZE LOCAL_RANK"
-        with user_errors(f"not started by torchrun (for one process: {unset}): "):
-            if not 0 <= int(env.get("RANK", 0)) < int(env.get("WORLD_SIZE", 1)):
-                raise ValueError(f"RANK={env.get('RANK')}, WORLD_SIZE={env.get('WORLD_SIZE')}")
-            if device.type == "cuda" and not {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= env.keys():
-                raise ValueError("no LOCAL_RANK, LOCAL_WORLD_SIZE")
-            store, rank, n = next(dist.rendezvous("env://", timeout=slow))
+        store, rank, n, N = None, 0, 1, context_parallel
+        if alone != (None, "1", "0"):
+            unset = "unset RANK WORLD_SIZE LOCAL_RANK"
+            with user_errors(f"not started by torchrun (for one process: {unset}): "):
+                if not 0 <= int(env.get("RANK", 0)) < int(env.get("WORLD_SIZE", 1)):
+                    raise ValueError(f"RANK={env.get('RANK')}, WORLD_SIZE={env.get('WORLD_SIZE')}")
+                if device.type == "cuda" and not {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= env.keys():
+                    raise ValueError("no LOCAL_RANK, LOCAL_WORLD_SIZE")
+                store, rank, n = next(dist.rendezvous("env://", timeout=slow))
         if n % N:
             raise UserError(f"--context_parallel={N} needs a multiple of {N} processes, got {n}")
+        if store is None:
+            return cls(device)
         if device.type == "cuda":
             local_size = int(env["LOCAL_WORLD_SIZE"])
             if local_size > (gpus := torch.cuda.device_count()):

@@ -34,7 +34,7 @@ Texts = Annotated[tuple[str, ...], "whole"]  # --start="Well, well" is not split
 Size = Annotated[int, Field(gt=0, lt=2**31)]
 LINE = "command line"
 ALIASES = {"attn_implementation": "attention_backend", "attention_deterministic": "deterministic"}
-SWITCH_WORDS = "true false 1 0 on off yes no t f y n none".split()
+SWITCH_WORDS = ["true", "false", "1", "0", "on", "off", "yes", "no", "t", "f", "y", "n", "none"]
 ALONE_S = 5.0  # torchrun would end this rank sooner, had rank 0 failed too
 _adapter = functools.cache(lambda hint: TypeAdapter(hint, config=ConfigDict(allow_inf_nan=False)))
 
@@ -137,6 +137,8 @@ def gather(cls: type, argv: Sequence[str], *, ignored: Mapping[str, str] = {},
     if help_wanted:
         _print_help(cls, found.settings, shown)
     return dataclasses.replace(found, notes=tuple(notes.values()))
+
+
 def from_dict(cls: type[T], mapping: Mapping[str, object], origin: str = "settings.json") -> T:
     if not isinstance(mapping, Mapping):
         raise UserError(f"{origin}: expected an object, got {str(mapping)[:60]}")
@@ -297,12 +299,15 @@ LARGEST = 2**16  # characters of a file or text, bits of an integer
 _ARITHMETIC = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
                ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
                ast.Pow: operator.pow}  # fmt: skip
-_CALLS: dict[str, Any] = {f.__name__: f for f in (str, int, float, min, max)} | {"time.time": time.time}
+_CALLS: dict[str, Any] = {f.__name__: f for f in (str, int, float, min, max)}
+_CALLS["time.time"] = time.time
 
 
-def parse_config(path: str, known: dict[str, Any], used: set[str]) -> Iterator[tuple[str, str, Any]]:
-    """Yield ("path:line", name, value) of each assignment, without executing it; add the names that
-    it reads to `used`."""
+def parse_config(
+    path: str, known: dict[str, Any], used: set[str]
+) -> Iterator[tuple[str, str, Any]]:
+    """Yield ("path:line", name, value) of each assignment, without executing it; add the names
+    that it reads to `used`."""
     try:
         with open(path, encoding="utf-8-sig") as file:
             text = file.read(LARGEST + 1)
