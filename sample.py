@@ -21,6 +21,7 @@ from typing import IO, Annotated, Literal
 from pydantic import Field, PositiveInt
 
 from core import terminal
+from core.options import Dtype
 from core.settings import Size, Texts, check_fields, exit_on_user_error, read, read_early
 
 log = logging.getLogger("nanoattn")
@@ -57,7 +58,7 @@ class SampleConfig:
     # auto: dynamic; on CUDA static, with its steps captured as CUDA graphs
     kv_cache: Literal["auto", "none", "dynamic", "static", "paged"] = "auto"
     compile: bool = False  # each decode step as one graph, with --kv_cache=static
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: half on CUDA
+    dtype: Dtype = "auto"  # auto: half on CUDA
     weights: Literal["dtype", "int8"] = "dtype"  # int8: linear layers and head in 8 bits
     batch_size: PositiveInt = 8  # texts at a time
     n_pages: Annotated[int, Field(ge=2)] | None = None  # --kv_cache=paged; none: enough
@@ -146,7 +147,7 @@ class Writer:
         self.device = model.transformer.wte.weight.device
         starts = prompts or [default_prompt(model.tokenizer)]
         texts = [prompt for prompt in starts for _ in range(config.num_samples)]
-        self.seeds = [config.seed + n for n in range(len(texts))]
+        self.seeds = range(config.seed, config.seed + len(texts))
         regex = config.regex
         self.scheduler = serve.Scheduler(
             model, texts, config.max_new_tokens,

@@ -31,11 +31,11 @@ from torch import Tensor
 import checkpoint
 import data
 from core import flops, parallel, profile, runtime
-from core.distributed import SLOW_S, DistInfo, Stop, Stopped
 from core.files import printable
 from core.loss import IGNORE
 from core.metrics import Meter, Metrics
 from core.optimizer import about, build_optimizer, schedule_warnings, set_learning_rate, update
+from core.parallel import SLOW_S, DistInfo, Stop, Stopped
 from core.runtime import Setup
 from inference.engine import generate
 from model import GPT, GPTConfig

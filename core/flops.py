@@ -68,7 +68,8 @@ def keys_seen(starts: torch.Tensor, windows: tuple[int | None, ...]) -> torch.Te
     """Mean keys per query and layer, float32 (); starts (B, T): where a query's document begins."""
     T = starts.shape[1]
     keys = torch.arange(1, T + 1, device=starts.device) - starts
-    return torch.stack([keys.clamp(max=window or T).float().mean() for window in windows]).mean()
+    means = {window: keys.clamp(max=window or T).float().mean() for window in {*windows}}
+    return torch.stack([means[window] for window in windows]).mean()
 
 
 @singledispatch  # bench/parts.py adds counted models
@@ -85,10 +86,13 @@ def flops_per_token(config: Sizes, T: int, causal: bool = False) -> float:
 class Peak:
     tflops: float  # 1e12 FLOP/s of one device
     source: str  # "datasheet: ...", "measured ...: ..." or "--peak_tflops"
-    measured: bool = False
 
     def __str__(self) -> str:
         return f"{self.tflops:,.4g} TFLOP/s ({self.source})"
+
+    @property
+    def measured(self) -> bool:
+        return self.source.startswith("measured")
 
     @property
     def of(self) -> str:
@@ -118,7 +122,7 @@ def peak(device: str | torch.device, dtype: str,
     what = f"TFLOP/s, {dtype}{' in TF32' if tf32 and dtype == 'float32' else ''}"
     measure = partial(measured_tflops, device, getattr(torch, dtype))
     rate, when = kept_rate(what, device, measure, again=wanted == "measure")
-    return Peak(rate, f"{when}: the best of several large matrix products", True)
+    return Peak(rate, f"{when}: the best of several large matrix products")
 
 
 def kept_rate(what: str, device: torch.device, measure: Callable[[], float],
@@ -205,6 +209,7 @@ class Speed:
     peak: Peak
     devices: int = 1
     keys: float | None = None  # keys_seen(); None: no document mask
+    why_not: str = ""  # reason to leave MFU out
 
     @property
     def mfu(self) -> tuple[float, float]:
@@ -222,12 +227,11 @@ class Speed:
         """Of records; MFU above 1 is None, with "mfu_why"."""
         full, causal = self.mfu
         row: Row = {"tokens_per_s": self.tokens_per_s, "mfu": full, "mfu_causal": causal}
-        if causal > 1:  # every kernel does these operations
-            why = f"the run exceeds the peak of {self.peak}"
-            row |= {"mfu": None, "mfu_causal": None, "mfu_why": why}
+        above = f"the run exceeds the peak of {self.peak}"
+        if self.why_not or causal > 1:  # every kernel does these operations
+            row |= {"mfu": None, "mfu_causal": None, "mfu_why": self.why_not or above}
         elif full > 1:  # a kernel may leave out the masked pairs
-            why = f"with the masked pairs the run exceeds the peak of {self.peak}"
-            row |= {"mfu": None, "mfu_why": why}
+            row |= {"mfu": None, "mfu_why": f"with the masked pairs {above}"}
         return row
 
     def __str__(self) -> str:

@@ -27,8 +27,8 @@ import checkpoint
 import train
 from attention import Ring
 from core import metrics, parallel
-from core.distributed import DistInfo
 from core.optimizer import build_optimizer
+from core.parallel import DistInfo
 from core.runtime import Setup
 from core.settings import UserError
 from model import GPT, GPTConfig

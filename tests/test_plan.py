@@ -23,10 +23,10 @@ from torch.utils._pytree import tree_leaves
 
 import attention
 from core import parallel
-from core.distributed import DistInfo
 from core.flops import flops_per_token
 from core.optimizer import build_optimizer
 from core.options import TrainConfig
+from core.parallel import DistInfo
 from core.runtime import Setup
 from core.settings import UserError
 from course import build
