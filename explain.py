@@ -11,7 +11,7 @@ import logging
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from pydantic import PositiveInt
 
@@ -75,15 +75,9 @@ def load(config: ExplainConfig) -> tuple[GPT, Tokenizer]:
     return model, tokenizer
 
 
-class Prompt(NamedTuple):
-    text: str
-    ids: list[int]
-    segments: list[int] | None  # of each token
-    notes: list[str]
-
-
-def prompt_of(config: ExplainConfig, tokenizer: Tokenizer, block_size: int) -> Prompt:
-    """The first tokens of the prompt. Raises UserError: it is empty."""
+def read_prompt(config: ExplainConfig, tokenizer: Tokenizer, block_size: int
+                ) -> tuple[str, list[int], list[int] | None, list[str]]:  # fmt: skip
+    """Text, first tokens, the segment of each, and notes. Raises UserError: no token."""
     text = sample.prompts(sample.SampleConfig(start=(config.prompt,)))[0]  # FILE: is read
     parts = [text] if config.segments is None else text.split(config.segments)
     encoded = [ids for part in parts if (ids := tokenizer.encode(part))]
@@ -95,21 +89,21 @@ def prompt_of(config: ExplainConfig, tokenizer: Tokenizer, block_size: int) -> P
     if len(ids) > most:
         why = f": the model reads at most {most} (block_size)" if most == block_size else ""
         notes.append(f"Only the first {most} of the prompt's {len(ids)} tokens are shown{why}.")
-    return Prompt(text, ids[:most], segments[:most] if config.segments else None, notes)
+    return text, ids[:most], segments[:most] if config.segments else None, notes
 
 
 @torch.no_grad()
 def explain(model: GPT, tokenizer: Tokenizer, config: ExplainConfig, source: str) -> Document:
     """`source` names the weights. Raises ValueError or UserError."""
     c = model.config
-    prompt = prompt_of(config, tokenizer, c.block_size)
+    prompt, ids, segments, notes = read_prompt(config, tokenizer, c.block_size)
     pieces = tokenizer.token_bytes()
-    calls = forward(model, prompt)
+    calls = forward(model, ids, segments)
     found = maps(calls)
     layers = range(c.n_layer) if config.layer is None else [config.layer]
     heads = range(c.n_head) if config.head is None else [config.head]
     _, layer, head = min((found["entropy"][n][h], n, h) for n in layers for h in heads)
-    _, spec, chosen = model.plan(grad=False, segments=prompt.segments is not None)[0]
+    _, spec, chosen = model.plan(grad=False, segments=segments is not None)[0]
     about: About = {
         "source": source,
         "n_layer": c.n_layer,
@@ -122,25 +116,23 @@ def explain(model: GPT, tokenizer: Tokenizer, config: ExplainConfig, source: str
         "backend": chosen.backend.name,
         "announced": chosen.info(),
         "refused": [{"name": name, "why": list(why)} for name, why in chosen.rejected.items()],
-        "prompt": prompt.text,
-        "tokens": [token_of(id_, pieces) for id_ in prompt.ids],
-        "segments": prompt.segments,
+        "prompt": prompt,
+        "tokens": [token_of(id_, pieces) for id_ in ids],
+        "segments": segments,
         "windows": list(c.windows),
         "layer": layer,
         "head": head,
-        "notes": prompt.notes,
+        "notes": notes,
     }
     return {"about": about, "maps": found, "tiles": tiles(calls)}
 
 
-def forward(model: GPT, prompt: Prompt) -> list[Call]:
+def forward(model: GPT, ids: list[int], segments: list[int] | None) -> list[Call]:
     """The inputs and output of each layer's attention."""
     device = model.transformer.wte.weight.device
-    segments = None
-    if prompt.segments is not None:
-        segments = torch.tensor([prompt.segments], dtype=torch.int32, device=device)
+    own = None if segments is None else torch.tensor([segments], dtype=torch.int32, device=device)
     with watched(model) as calls:
-        last = model.hidden(torch.tensor([prompt.ids], device=device), segments)
+        last = model.hidden(torch.tensor([ids], device=device), own)
     names = [*(f"the attention of layer {n}" for n in range(len(calls))), "the last layer"]
     for name, x in zip(names, [*(call.out for call in calls), last], strict=True):
         if not x.isfinite().all():

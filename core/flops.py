@@ -12,8 +12,6 @@ Recomputation is not counted.
 from __future__ import annotations
 
 import itertools
-import json
-import logging
 import math
 import time
 from collections.abc import Callable
@@ -27,16 +25,14 @@ import torch
 
 from attention import visible
 from attention.machine.system import synchronize
-from attention.plan import memory
+from attention.plan import store, stored
 from core.cpu import matmul as cpu_matmul
-from core.files import write_at_once
 from core.gpus import datasheet_bandwidth as datasheet_bandwidth
 from core.gpus import datasheet_tflops
 from core.runtime import describe
 
 Row = dict[str, Any]  # of metrics.jsonl
 Sizes = Any  # a GPTConfig, or counted ones (bench/parts.py)
-log = logging.getLogger("nanoattn")
 
 
 def matrices(config: Sizes) -> list[tuple[int, int, bool]]:
@@ -128,25 +124,19 @@ def peak(device: str | torch.device, dtype: str,
 def kept_rate(what: str, device: torch.device, measure: Callable[[], float],
               again: bool) -> tuple[float, str]:  # fmt: skip
     """A rate, kept for later, and its age; measured again after a busy time."""
-    file = memory().with_name("rates.json")
     key = f"{what}, {describe(device)}, torch {torch.__version__}"
-    today, known = datetime.now(timezone.utc).date(), dict[str, Any]()
+    today = datetime.now(timezone.utc).date()
     try:
-        known = dict(json.loads(file.read_text(encoding="utf-8")))
-        rate, day, busy = known[key]
+        rate, day, busy = stored("rates.json")[key]
         age = (today - date.fromisoformat(day)).days
         again = again or not (math.isfinite(rate) and rate > 0) or (busy and not is_busy())
-    except (OSError, ValueError, TypeError, LookupError):
+    except (ValueError, TypeError, LookupError):
         again = True
     if again:
         day, age, since = str(today), 0, clock()
         rate = measure()
         busy = device.type == "cpu" and disturbed(since)
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            write_at_once(file, json.dumps({**known, key: [rate, day, busy]}, indent=1))
-        except OSError as e:
-            log.warning("a measured rate cannot be kept (%s)", e)
+        store(key, [rate, day, busy], "rates.json")
     when = f"measured {day}, {f'{age} days ago' if age else 'today'}"
     return rate, when + (", while other programs used these cores" if busy else "")
 

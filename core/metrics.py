@@ -52,21 +52,19 @@ class Metrics:
             self._write("".join(json.dumps(r) + "\n" for r in rows))
         except OSError as e:
             raise UserError(f"{self.path} cannot be read and written ({e.strerror})") from e
+        if wandb is None:
+            return
         with warned("wandb is off"):
-            if wandb is not None:
-                self._join(wandb, step)
+            from wandb import Settings, init
 
-    def _join(self, wandb: Row, step: int) -> None:
-        from wandb import Settings, init
-
-        known = self.path.with_name("wandb_id.txt")
-        for path in (known, self.path.with_name("wandb")):
-            refuse_link(path)
-        if step and known.exists():
-            wandb = {**wandb, "id": known.read_text(), "resume": "allow"}
-        self.wandb = init(dir=self.path.parent, settings=Settings(init_timeout=20), **wandb)
-        if identity := getattr(self.wandb, "id", None):
-            write_at_once(known, identity)
+            known = out_dir / "wandb_id.txt"
+            for path in (known, out_dir / "wandb"):
+                refuse_link(path)
+            if step and known.exists():
+                wandb = {**wandb, "id": known.read_text(), "resume": "allow"}
+            self.wandb = init(dir=out_dir, settings=Settings(init_timeout=20), **wandb)
+            if identity := getattr(self.wandb, "id", None):
+                write_at_once(known, identity)
 
     def _write(self, text: str) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
