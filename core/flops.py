@@ -27,7 +27,6 @@ from attention import visible
 from attention.machine.system import synchronize
 from attention.plan import store, stored
 from core.cpu import matmul as cpu_matmul
-from core.gpus import datasheet_bandwidth as datasheet_bandwidth
 from core.gpus import datasheet_tflops
 from core.runtime import describe
 
