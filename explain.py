@@ -58,7 +58,7 @@ from core.files import printable, write_at_once
 from core.runtime import describe, explained, show_log
 from data.tokenizer import Tokenizer
 from model import GPT
-from viewer.document import About, Call, Document, maps, tiles, token_of, watched
+from viewer.document import About, Document, maps, tiles, token_of, watched
 from viewer.page import as_text
 from viewer.page import render as as_page
 
@@ -97,8 +97,15 @@ def explain(model: GPT, tokenizer: Tokenizer, config: ExplainConfig, source: str
     """`source` names the weights. Raises ValueError or UserError."""
     c = model.config
     prompt, ids, segments, notes = read_prompt(config, tokenizer, c.block_size)
+    device = model.transformer.wte.weight.device
+    own = None if segments is None else torch.tensor([segments], dtype=torch.int32, device=device)
+    with watched(model) as calls:
+        last = model.hidden(torch.tensor([ids], device=device), own)
+    names = [*(f"the attention of layer {n}" for n in range(len(calls))), "the last layer"]
+    for name, x in zip(names, [*(call.out for call in calls), last], strict=True):
+        if not x.isfinite().all():
+            raise UserError(f"{name} contains NaN or infinity")
     pieces = tokenizer.token_bytes()
-    calls = forward(model, ids, segments)
     found = maps(calls)
     layers = range(c.n_layer) if config.layer is None else [config.layer]
     heads = range(c.n_head) if config.head is None else [config.head]
@@ -111,7 +118,7 @@ def explain(model: GPT, tokenizer: Tokenizer, config: ExplainConfig, source: str
         "n_kv_head": c.kv_heads,
         "head_dim": c.head_dim,
         "n_params": sum(p.numel() for p in model.parameters()),
-        "device": describe(model.transformer.wte.weight.device),
+        "device": describe(device),
         "dtype": spec.dtype,
         "backend": chosen.backend.name,
         "announced": chosen.info(),
@@ -125,19 +132,6 @@ def explain(model: GPT, tokenizer: Tokenizer, config: ExplainConfig, source: str
         "notes": notes,
     }
     return {"about": about, "maps": found, "tiles": tiles(calls)}
-
-
-def forward(model: GPT, ids: list[int], segments: list[int] | None) -> list[Call]:
-    """The inputs and output of each layer's attention."""
-    device = model.transformer.wte.weight.device
-    own = None if segments is None else torch.tensor([segments], dtype=torch.int32, device=device)
-    with watched(model) as calls:
-        last = model.hidden(torch.tensor([ids], device=device), own)
-    names = [*(f"the attention of layer {n}" for n in range(len(calls))), "the last layer"]
-    for name, x in zip(names, [*(call.out for call in calls), last], strict=True):
-        if not x.isfinite().all():
-            raise UserError(f"{name} contains NaN or infinity")
-    return calls
 
 
 def main(argv: list[str]) -> int:

@@ -61,7 +61,7 @@ class Run:
                 model = GPT(GPTConfig.of(config, vocab_size), config.policy)
         else:
             model = checkpoint.build_model(loaded, meta)
-        self.setup = setup = Setup.of(device, config, model.config.n_embd)
+        self.setup = setup = Setup(device, config, model.config.n_embd)
         T = model.config.block_size
         decided: Any = {"dtype": runtime.dtype_name(setup.dtype), "residual_dtype": setup.residual}
         config = replace(config, block_size=T, **decided)  # what "auto" was: a resumed run keeps it
@@ -254,8 +254,19 @@ def evaluate(run: Run, metrics: Metrics | None = None, stop: Stop | None = None)
             batches = data.eval_batches(
                 tokens, config.block_size, config.eval_iters, config.batch_size,
                 *distributed.data, run.setup.device, run.borders)  # fmt: skip
-            how = run.setup.autocast, run.model.ring, distributed, stop
-            losses[split] = parallel.mean_loss(run.module, batches, *how)
+            total = torch.zeros((), device=distributed.device)
+            targets = torch.zeros((), dtype=torch.int64, device=distributed.device)
+            for batch in batches:
+                if stop and stop.agreed():
+                    raise Stopped
+                x, y, *segments = parallel.shard_batch(run.model.ring, *batch)
+                n = (y != IGNORE).sum()
+                with run.setup.autocast:
+                    mean = run.module(x, y, *segments)[1]
+                total += torch.where(n == 0, 0.0, mean * n)
+                targets += n
+            summed, n_targets = distributed.sum([float(total), float(targets)])
+            losses[split] = summed / n_targets if n_targets else math.nan
     finally:
         getattr(run.model, "reshard", lambda: None)()  # FSDP: free what this pass gathered
         run.model.train()

@@ -49,7 +49,7 @@ class Job:
 
     @cached_property
     def setup(self) -> Setup:
-        return Setup.of(self.device, self.config, self.config.n_embd)
+        return Setup(self.device, self.config, self.config.n_embd)
 
     @property
     def dtype(self) -> str:

@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
@@ -240,24 +240,6 @@ def shard_batch(ring: Ring | None, *batch: Tensor) -> tuple[Tensor, ...]:
     """Cut (B, T) tokens, targets and segments along T."""
     fillings = 0, IGNORE, batch[0].shape[1]  # padding is a segment of its own
     return batch if ring is None else (*map(ring.shard, batch, fillings),)
-
-
-def mean_loss(module: nn.Module, batches: Iterable[tuple[Tensor, ...]], autocast: torch.autocast,
-              ring: Ring | None, distributed: DistInfo, stop: Stop | None) -> float:  # fmt: skip
-    """Mean over all processes; NaN without targets. batches: x, y, perhaps segments (B, T)."""
-    total = torch.zeros((), device=distributed.device)
-    targets = torch.zeros((), dtype=torch.int64, device=distributed.device)
-    for batch in batches:
-        if stop and stop.agreed():
-            raise Stopped
-        x, y, *segments = shard_batch(ring, *batch)
-        n = (y != IGNORE).sum()
-        with autocast:
-            mean = module(x, y, *segments)[1]
-        total += torch.where(n == 0, 0.0, mean * n)
-        targets += n
-    summed, n_targets = distributed.sum([float(total), float(targets)])
-    return summed / n_targets if n_targets else math.nan
 
 
 def loss_weights(module: nn.Module, targets: Tensor) -> Tensor:

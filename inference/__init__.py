@@ -38,7 +38,7 @@ def load(source: str | Path, *, which: str = "latest", dataset: str | None = Non
     from core.runtime import Setup, pick_device
 
     source = str(source)
-    setup = Setup.of(pick_device(device), TrainConfig(dtype=dtype, compile=False))
+    setup = Setup(pick_device(device), TrainConfig(dtype=dtype, compile=False))
     if which == "best":
         named = printable(source)
         if not checkpoint.folders(source):

@@ -155,7 +155,7 @@ def fsdp_step(rank: int, n: int, model: GPTConfig, size: int, dtype: str, micro:
               checkpointing: bool) -> dict[str, Any]:
     """What a process of n holds, and sends in two steps."""
     real, sent, cpu = made(model, checkpointing), Counter[str](), torch.device("cpu")
-    setup = Setup.of(cpu, TrainConfig(dtype=dtype))
+    setup = Setup(cpu, TrainConfig(dtype=dtype))
     parallel.shard(real, DistInfo(cpu, rank, n, dist.group.WORLD), setup, size)
     note_collectives(sent)
     peak, optimizer = stepped(real, dtype, 2, micro)
