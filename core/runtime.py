@@ -82,9 +82,8 @@ def why_not_compile(wanted: bool | None, device: torch.device) -> str:
 
 
 class Setup:
-    def __init__(
-        self, device: torch.device, config: TrainConfig, n_embd: int | None = None
-    ) -> None:
+    def __init__(self, device: torch.device, config: TrainConfig,
+                 n_embd: int | None = None) -> None:  # fmt: skip
         """Decide, and set PyTorch's global switches; n_embd: the model's, in training."""
         # Not by fp32_precision: Inductor reads the older settings.
         torch.set_float32_matmul_precision("highest")  # PyTorch refuses a mix with allow_tf32
