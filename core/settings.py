@@ -303,9 +303,8 @@ _CALLS: dict[str, Any] = {f.__name__: f for f in (str, int, float, min, max)}
 _CALLS["time.time"] = time.time
 
 
-def parse_config(
-    path: str, known: dict[str, Any], used: set[str]
-) -> Iterator[tuple[str, str, Any]]:
+def parse_config(path: str, known: dict[str, Any], used: set[str]
+                 ) -> Iterator[tuple[str, str, Any]]:  # fmt: skip
     """Yield ("path:line", name, value) of each assignment, without executing it; add the names
     that it reads to `used`."""
     try:
