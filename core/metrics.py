@@ -214,12 +214,10 @@ def read(path: Path) -> list[Row]:
 
 
 def draw(path: Path, picture: Path) -> None:
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
     rows = read(path)
     for key, label, color, marker in (("loss", "training, batch by batch", "#9bb1c0", ""),
                                       ("val_loss", "validation", "#c7553b", "o")):  # fmt: skip
@@ -236,4 +234,3 @@ def draw(path: Path, picture: Path) -> None:
     axes.set(xlabel="step", ylabel="loss (nats a token)", title=title)
     with replacing(picture) as file:
         figure.savefig(file, dpi=120, format="png")
-    plt.close(figure)
