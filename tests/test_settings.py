@@ -147,8 +147,7 @@ def test_every_default_of_every_command_may_be_given(cls: type, tmp_path: Path) 
 ])  # fmt: skip
 def test_other_spellings(tmp_path: Path, words: str, expected: dict[str, Any]) -> None:
     file = config_file(tmp_path, "n_layer = 7\n")
-    loaded = read(Config, words.replace("c.py", file).split())
-    assert loaded.settings == Config(**expected)
+    assert read(Config, words.replace("c.py", file).split()).settings == Config(**expected)
     assert read(Config, ["x y"], positional="name").settings.name == "x y"
     assert read(Config, ["a", "b"], positional="start").settings.start == ("a", "b")
 
