@@ -194,8 +194,8 @@ def replicate(module: nn.Module, distributed: DistInfo) -> nn.Module:
         return module
     device = distributed.device
     ids = [device.index] if device.type == "cuda" else None
-    how: Any = {"gradient_as_bucket_view": True, "bucket_cap_mb": BUCKET_MB}
-    return DistributedDataParallel(module, device_ids=ids, **how)
+    return DistributedDataParallel(
+        module, device_ids=ids, gradient_as_bucket_view=True, bucket_cap_mb=BUCKET_MB)  # fmt: skip
 
 
 def shard(model: nn.Module, distributed: DistInfo, setup: Setup, size: int | None) -> None:
