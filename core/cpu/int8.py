@@ -40,8 +40,9 @@ def convert(model: nn.Module, head: Tensor) -> None:
 
 
 def parameters(model: nn.Module) -> int:
-    """Number of weights in 8 bits, without the head's."""
-    return sum(m.weight.numel() for m in model.modules() if isinstance(m, Int8Linear))
+    layers = [m.weight for m in model.modules() if isinstance(m, Int8Linear)]
+    heads = [m.q for m in model.modules() if isinstance(m, Int8Head)]
+    return sum(q.numel() for q in (*layers, *heads))
 
 
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
