@@ -80,10 +80,11 @@ def build_optimizer(model: Any, config: Config, device: torch.device,
         if processes > 1:
             muon.mesh = init_device_mesh(device.type, (processes,))
         return muon
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
-    vectors = [p for p in model.parameters() if p.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": config.weight_decay},
-              {"params": vectors, "weight_decay": 0.0}]  # fmt: skip
+    params = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in params if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
+    ]
     return torch.optim.AdamW(groups, **how)
 
 
@@ -130,6 +131,8 @@ def muon_groups(model: Any, config: Config) -> list[Group]:
         joined["mlp.c_fc.weight"] = (c.hidden, c.hidden)
     groups: dict[tuple[object, ...], Group] = {}
     for name, p in model.named_parameters():
+        if not p.requires_grad:
+            continue
         kind = 3 if p.dim() < 2 else 2 if name.startswith("lm_head") else 1
         how: Group = {**ADAMW}
         if p.dim() == 2 and ".h." in name:
