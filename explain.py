@@ -11,7 +11,7 @@ import logging
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from pydantic import PositiveInt
 
@@ -47,10 +47,8 @@ class ExplainConfig:
             raise ValueError("segments must have at least one character, got ''")
 
 
-ALIASES = {"attn_implementation": "attention_backend"}
-
 if __name__ == "__main__":  # --help and mistakes come before torch
-    read_early(ExplainConfig, sys.argv[1:], aliases=ALIASES)
+    read_early(ExplainConfig, sys.argv[1:])
 
 import torch
 
@@ -60,7 +58,7 @@ from core.files import printable, write_at_once
 from core.runtime import describe, explained, show_log
 from data.tokenizer import Tokenizer
 from model import GPT
-from viewer.document import About, Call, Document, maps, tiles, token_of, watched
+from viewer.document import About, Document, maps, tiles, token_of, watched
 from viewer.page import as_text
 from viewer.page import render as as_page
 
@@ -77,15 +75,9 @@ def load(config: ExplainConfig) -> tuple[GPT, Tokenizer]:
     return model, tokenizer
 
 
-class Prompt(NamedTuple):
-    text: str
-    ids: list[int]
-    segments: list[int] | None  # of each token
-    notes: list[str]
-
-
-def prompt_of(config: ExplainConfig, tokenizer: Tokenizer, block_size: int) -> Prompt:
-    """The first tokens of the prompt. Raises UserError: it is empty."""
+def read_prompt(config: ExplainConfig, tokenizer: Tokenizer, block_size: int
+                ) -> tuple[str, list[int], list[int] | None, list[str]]:  # fmt: skip
+    """Text, first tokens, the segment of each, and notes. Raises UserError: no token."""
     text = sample.prompts(sample.SampleConfig(start=(config.prompt,)))[0]  # FILE: is read
     parts = [text] if config.segments is None else text.split(config.segments)
     encoded = [ids for part in parts if (ids := tokenizer.encode(part))]
@@ -97,21 +89,28 @@ def prompt_of(config: ExplainConfig, tokenizer: Tokenizer, block_size: int) -> P
     if len(ids) > most:
         why = f": the model reads at most {most} (block_size)" if most == block_size else ""
         notes.append(f"Only the first {most} of the prompt's {len(ids)} tokens are shown{why}.")
-    return Prompt(text, ids[:most], segments[:most] if config.segments else None, notes)
+    return text, ids[:most], segments[:most] if config.segments else None, notes
 
 
 @torch.no_grad()
 def explain(model: GPT, tokenizer: Tokenizer, config: ExplainConfig, source: str) -> Document:
     """`source` names the weights. Raises ValueError or UserError."""
     c = model.config
-    prompt = prompt_of(config, tokenizer, c.block_size)
+    prompt, ids, segments, notes = read_prompt(config, tokenizer, c.block_size)
+    device = model.transformer.wte.weight.device
+    own = None if segments is None else torch.tensor([segments], dtype=torch.int32, device=device)
+    with watched(model) as calls:
+        last = model.hidden(torch.tensor([ids], device=device), own)
+    names = [*(f"the attention of layer {n}" for n in range(len(calls))), "the last layer"]
+    for name, x in zip(names, [*(call.out for call in calls), last], strict=True):
+        if not x.isfinite().all():
+            raise UserError(f"{name} contains NaN or infinity")
     pieces = tokenizer.token_bytes()
-    calls = forward(model, prompt)
     found = maps(calls)
     layers = range(c.n_layer) if config.layer is None else [config.layer]
     heads = range(c.n_head) if config.head is None else [config.head]
     _, layer, head = min((found["entropy"][n][h], n, h) for n in layers for h in heads)
-    _, spec, chosen = model.plan(grad=False, segments=prompt.segments is not None)[0]
+    _, spec, chosen = model.plan(grad=False, segments=segments is not None)[0]
     about: About = {
         "source": source,
         "n_layer": c.n_layer,
@@ -119,40 +118,25 @@ def explain(model: GPT, tokenizer: Tokenizer, config: ExplainConfig, source: str
         "n_kv_head": c.kv_heads,
         "head_dim": c.head_dim,
         "n_params": sum(p.numel() for p in model.parameters()),
-        "device": describe(model.transformer.wte.weight.device),
+        "device": describe(device),
         "dtype": spec.dtype,
         "backend": chosen.backend.name,
         "announced": chosen.info(),
         "refused": [{"name": name, "why": list(why)} for name, why in chosen.rejected.items()],
-        "prompt": prompt.text,
-        "tokens": [token_of(id_, pieces) for id_ in prompt.ids],
-        "segments": prompt.segments,
+        "prompt": prompt,
+        "tokens": [token_of(id_, pieces) for id_ in ids],
+        "segments": segments,
         "windows": list(c.windows),
         "layer": layer,
         "head": head,
-        "notes": prompt.notes,
+        "notes": notes,
     }
     return {"about": about, "maps": found, "tiles": tiles(calls)}
 
 
-def forward(model: GPT, prompt: Prompt) -> list[Call]:
-    """The inputs and output of each layer's attention."""
-    device = model.transformer.wte.weight.device
-    segments = None
-    if prompt.segments is not None:
-        segments = torch.tensor([prompt.segments], dtype=torch.int32, device=device)
-    with watched(model) as calls:
-        last = model.hidden(torch.tensor([prompt.ids], device=device), segments)
-    names = [*(f"the attention of layer {n}" for n in range(len(calls))), "the last layer"]
-    for name, x in zip(names, [*(call.out for call in calls), last], strict=True):
-        if not x.isfinite().all():
-            raise UserError(f"{name} contains NaN or infinity")
-    return calls
-
-
 def main(argv: list[str]) -> int:
     show_log()
-    config = read(ExplainConfig, argv, aliases=ALIASES).settings
+    config = read(ExplainConfig, argv).settings
     with explained("a shorter --prompt"), user_errors():
         model, tokenizer = load(config)
         resumed = config.init_from == "resume"

@@ -21,6 +21,7 @@ from typing import IO, Annotated, Literal
 from pydantic import Field, PositiveInt
 
 from core import terminal
+from core.options import Dtype
 from core.settings import Size, Texts, check_fields, exit_on_user_error, read, read_early
 
 log = logging.getLogger("nanoattn")
@@ -57,7 +58,7 @@ class SampleConfig:
     # auto: dynamic; on CUDA static, with its steps captured as CUDA graphs
     kv_cache: Literal["auto", "none", "dynamic", "static", "paged"] = "auto"
     compile: bool = False  # each decode step as one graph, with --kv_cache=static
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: half on CUDA
+    dtype: Dtype = "auto"  # auto: half on CUDA
     weights: Literal["dtype", "int8"] = "dtype"  # int8: linear layers and head in 8 bits
     batch_size: PositiveInt = 8  # texts at a time
     n_pages: Annotated[int, Field(ge=2)] | None = None  # --kv_cache=paged; none: enough
@@ -76,10 +77,8 @@ class SampleConfig:
             raise ValueError(f"n_pages needs kv_cache=paged, got {self.kv_cache}")
 
 
-ALIASES = {"attn_implementation": "attention_backend"}
-
 if __name__ == "__main__":  # --help and mistakes come before torch
-    read_early(SampleConfig, sys.argv[1:], aliases=ALIASES)
+    read_early(SampleConfig, sys.argv[1:])
 
 
 import torch
@@ -148,7 +147,7 @@ class Writer:
         self.device = model.transformer.wte.weight.device
         starts = prompts or [default_prompt(model.tokenizer)]
         texts = [prompt for prompt in starts for _ in range(config.num_samples)]
-        self.seeds = [config.seed + n for n in range(len(texts))]
+        self.seeds = range(config.seed, config.seed + len(texts))
         regex = config.regex
         self.scheduler = serve.Scheduler(
             model, texts, config.max_new_tokens,
@@ -239,7 +238,7 @@ class Writer:
 @explained("a smaller --batch_size or --max_new_tokens, --dtype=bfloat16 or --weights=int8")
 def main(argv: list[str]) -> int:
     show_log()
-    config = read(SampleConfig, argv, aliases=ALIASES).settings
+    config = read(SampleConfig, argv).settings
     starts = prompts(config)
     files = [os.path.realpath(path) for path in (config.prompts, config.out) if path]
     if len(files) > len(set(files)):

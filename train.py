@@ -14,15 +14,15 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from core.options import ALIASES, IGNORED, TrainConfig
+from core.options import IGNORED, TrainConfig
 from core.settings import Loaded, exit_on_user_error, read, read_early, user_errors
 
 if __name__ == "__main__":  # --help and mistakes come before torch, which is slow
-    read_early(TrainConfig, sys.argv[1:], aliases=ALIASES, ignored=IGNORED)
+    read_early(TrainConfig, sys.argv[1:], ignored=IGNORED)
 
 import torch
 import torch.nn as nn
@@ -30,106 +30,88 @@ from torch import Tensor
 
 import checkpoint
 import data
-from attention import Resolution
 from core import flops, parallel, profile, runtime
-from core.distributed import SLOW_S, DistInfo, Stop, Stopped
 from core.files import printable
 from core.loss import IGNORE
 from core.metrics import Meter, Metrics
 from core.optimizer import about, build_optimizer, schedule_warnings, set_learning_rate, update
+from core.parallel import SLOW_S, DistInfo, Stop, Stopped
 from core.runtime import Setup
 from inference.engine import generate
 from model import GPT, GPTConfig
 
 
-@dataclass
 class Run:
-    """A run that is ready for its next step."""
+    """The state of a run that is ready for its next step."""
 
-    config: TrainConfig
-    distributed: DistInfo
-    setup: Setup
-    meta: data.tokenizer.Json  # the dataset's meta.json
-    model: GPT  # holds the parameters
-    module: nn.Module  # the same model to call: compiled, DDP or FSDP
-    optimizer: torch.optim.AdamW
-    scaler: torch.amp.GradScaler
-    splits: dict[str, data.Tokens]  # "train" and "val": (N,) tokens
-    borders: data.loader.Documents | None  # of documents, for the mask
-    attention: Resolution  # of the training steps
-    micro_steps: int  # micro-batches per step in this process
-    saver: checkpoint.Saver
-    step: int  # steps done
-    saved_step: int  # of the newest checkpoint
-    sequences_seen: int
-    evaluated: bool  # False: this step's evaluation is to come
-    val_loss: float | None = None
-
-
-def set_up(loaded: Loaded[TrainConfig], distributed: DistInfo) -> Run:
-    """Create data, model, optimizer and kernel, and print what will run."""
-    config = loaded.settings
-    device = distributed.device
-    micro_steps = distributed.micro_steps(config.batch_size, config.gradient_accumulation_steps)
-    if device.type == "cpu":
-        runtime.keep_freed_memory()
-    torch.manual_seed(config.seed)  # equal weights in all processes
-    folder = data.find(config.dataset, config.data_dir)
-    meta = data.read_meta(folder)
-    if config.init_from == "scratch":
-        vocab_size = config.vocab_size or data.padded(meta["vocab_size"])
-        with user_errors():  # sizes that contradict one another
-            model = GPT(GPTConfig.of(config, vocab_size), config.policy)
-    else:
-        model = checkpoint.build_model(loaded, meta)
-    setup = config.setup(device, model.config.n_embd)
-    T = model.config.block_size
-    decided: Any = {"dtype": runtime.dtype_name(setup.dtype), "residual_dtype": setup.residual}
-    config = replace(config, block_size=T, **decided)  # what "auto" was: a resumed run keeps it
-    if config.profile_step:
-        profile.prepare(device)
-    if config.parallel == "fsdp":
-        parallel.shard(model, distributed, setup, config.shard_size)
-    model = setup.place(model)
-    model.ring = parallel.ring(distributed, T)
-    model.gradient_checkpointing = config.gradient_checkpointing
-    model.residual_autocast = setup.residual == "autocast"
-    model.packed = config.document_mask  # positions count from a document's beginning
-    borders = data.loader.Documents.of(folder, meta) if model.packed else None
-    optimizer = build_optimizer(model, config, device, distributed.world_size)
-    torch.manual_seed(config.seed + distributed.rank)  # dropout differs between processes
-    splits = {s: data.load(folder, s, T, model.config.vocab_size) for s in ("train", "val")}
-    # Identifies the evaluation: best losses of others do not compare.
-    evaluation = data.loader.fingerprint(splits["val"], T, config.eval_iters, config.batch_size)
-    scaler = setup.scaler()
-    done = checkpoint.Progress(evaluated=not config.eval_on_start)
-    if config.init_from == "resume":
-        done = checkpoint.restore_run(config, model, optimizer, scaler, distributed, evaluation)
-    phase = {"dtype": config.dtype, "compiled": setup.compile, "segments": model.packed}
-    kernel = model.plan(config.batch_size, distributed, **phase)[0].chosen  # of the first layer
-    model.plan(config.batch_size, distributed, **phase, training=False, grad=False)
-    module: nn.Module = model  # FSDP has changed it in place, and compiles its blocks
-    if config.parallel == "ddp":
-        module = parallel.replicate(setup.compiled(model, micro_steps), distributed)
-    size = f"{model.get_num_params(False):,} parameters (for MFU {flops.n_params(model.config):,})"
-    tokenizer = f"tokenizer {meta['tokenizer']['name']}, vocabulary {meta['vocab_size']:,}"
-    lines = [*setup.report(distributed.world_size), *about(optimizer)]
-    lines += [f"model: {size}; dataset {printable(folder)}, {tokenizer}"]
-    distributed.say("\n".join(lines))
-    saver = checkpoint.Saver(config.out_dir, config.keep_checkpoints, distributed,
-                             config.async_checkpoint, *done.best, evaluation)  # fmt: skip
-    return Run(
-        config=config, distributed=distributed, setup=setup, meta=meta, model=model, module=module,
-        optimizer=optimizer, scaler=scaler, splits=splits, borders=borders, attention=kernel,
-        micro_steps=micro_steps, saver=saver, step=done.step, saved_step=done.step,
-        sequences_seen=done.sequences_seen, evaluated=done.evaluated)  # fmt: skip
+    def __init__(self, loaded: Loaded[TrainConfig], distributed: DistInfo) -> None:
+        """Create data, model, optimizer and kernel, and print what will run."""
+        config, device = loaded.settings, distributed.device
+        self.distributed = distributed
+        accumulation = config.gradient_accumulation_steps
+        self.micro_steps = distributed.micro_steps(config.batch_size, accumulation)
+        if device.type == "cpu":
+            runtime.keep_freed_memory()
+        torch.manual_seed(config.seed)  # equal weights in all processes
+        folder = data.find(config.dataset, config.data_dir)
+        self.meta = meta = data.read_meta(folder)
+        if config.init_from == "scratch":
+            vocab_size = config.vocab_size or data.padded(meta["vocab_size"])
+            with user_errors():  # sizes that contradict one another
+                model = GPT(GPTConfig.of(config, vocab_size), config.policy)
+        else:
+            model = checkpoint.build_model(loaded, meta)
+        self.setup = setup = Setup(device, config, model.config.n_embd)
+        T = model.config.block_size
+        decided: Any = {"dtype": runtime.dtype_name(setup.dtype), "residual_dtype": setup.residual}
+        config = replace(config, block_size=T, **decided)  # what "auto" was: a resumed run keeps it
+        self.config = config
+        if config.profile_step:
+            profile.prepare(device)
+        if config.parallel == "fsdp":
+            parallel.shard(model, distributed, setup, config.shard_size)
+        self.model = model = setup.place(model)  # holds the parameters
+        model.ring = parallel.ring(distributed, T)
+        model.gradient_checkpointing = config.gradient_checkpointing
+        model.residual_autocast = setup.residual == "autocast"
+        model.packed = config.document_mask  # positions count from a document's beginning
+        self.borders = data.loader.Documents.of(folder, meta) if model.packed else None
+        self.optimizer = optimizer = build_optimizer(model, config, device, distributed.world_size)
+        torch.manual_seed(config.seed + distributed.rank)  # dropout differs between processes
+        V = model.config.vocab_size
+        self.splits = splits = {s: data.load(folder, s, T, V) for s in ("train", "val")}
+        # Identifies the evaluation: best losses of others do not compare.
+        evaluation = data.loader.fingerprint(splits["val"], T, config.eval_iters, config.batch_size)
+        self.scaler = scaler = setup.scaler()
+        done = checkpoint.Progress(evaluated=not config.eval_on_start)
+        if config.init_from == "resume":
+            done = checkpoint.restore_run(config, model, optimizer, scaler, distributed, evaluation)
+        self.step = self.saved_step = done.step  # steps done, and in the newest checkpoint
+        self.sequences_seen = done.sequences_seen
+        self.evaluated = done.evaluated  # False: this step's evaluation is to come
+        self.val_loss: float | None = None
+        phase = {"dtype": config.dtype, "compiled": setup.compile, "segments": model.packed}
+        self.attention = model.plan(config.batch_size, distributed, **phase)[0].chosen  # layer 0's
+        model.plan(config.batch_size, distributed, **phase, training=False, grad=False)
+        self.module: nn.Module = model  # to call; FSDP has changed it in place
+        if config.parallel == "ddp":
+            compiled = setup.compiled(model, self.micro_steps)
+            self.module = parallel.replicate(compiled, distributed)
+        n, counted = model.get_num_params(False), flops.n_params(model.config)
+        tokenizer = f"tokenizer {meta['tokenizer']['name']}, vocabulary {meta['vocab_size']:,}"
+        about_model = f"model: {n:,} parameters (for MFU {counted:,}); dataset {printable(folder)}"
+        lines = [*setup.report(distributed.world_size), *about(optimizer)]
+        distributed.say("\n".join([*lines, f"{about_model}, {tokenizer}"]))
+        self.saver = checkpoint.Saver(
+            config.out_dir, config.keep_checkpoints, distributed, config.async_checkpoint,
+            *done.best, evaluation)  # fmt: skip
 
 
 # ----------------------------------------------------------------------------- the loop
 
 
 def main(argv: list[str]) -> int:
-    loaded = read(TrainConfig, argv, aliases=ALIASES, ignored=IGNORED)
+    loaded = read(TrainConfig, argv, ignored=IGNORED)
     runtime.show_log()
     with checkpoint.locked(loaded.settings):
         if loaded.settings.init_from == "resume":
@@ -143,7 +125,7 @@ def main(argv: list[str]) -> int:
 def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
     """Train, and return the exit code."""
     distributed.say("\n".join([*loaded.report(), *schedule_warnings(loaded.settings)]))
-    run = set_up(loaded, distributed)
+    run = Run(loaded, distributed)
     config = run.config
     meter = Meter(distributed, run.model.config, config, run.attention.backend, run.step)
     if config.eval_only:
@@ -272,8 +254,19 @@ def evaluate(run: Run, metrics: Metrics | None = None, stop: Stop | None = None)
             batches = data.eval_batches(
                 tokens, config.block_size, config.eval_iters, config.batch_size,
                 *distributed.data, run.setup.device, run.borders)  # fmt: skip
-            how = run.setup.autocast, run.model.ring, distributed, stop
-            losses[split] = parallel.mean_loss(run.module, batches, *how)
+            total = torch.zeros((), device=distributed.device)
+            targets = torch.zeros((), dtype=torch.int64, device=distributed.device)
+            for batch in batches:
+                if stop and stop.agreed():
+                    raise Stopped
+                x, y, *segments = parallel.shard_batch(run.model.ring, *batch)
+                n = (y != IGNORE).sum()
+                with run.setup.autocast:
+                    mean = run.module(x, y, *segments)[1]
+                total += torch.where(n == 0, 0.0, mean * n)
+                targets += n
+            summed, n_targets = distributed.sum([float(total), float(targets)])
+            losses[split] = summed / n_targets if n_targets else math.nan
     finally:
         getattr(run.model, "reshard", lambda: None)()  # FSDP: free what this pass gathered
         run.model.train()

@@ -200,21 +200,21 @@ def memory() -> Path:
     return caches / "nanoattn" / "fastest.json"
 
 
-def stored() -> dict[str, str]:
+def stored(file: str = "fastest.json") -> dict[str, Any]:
     with suppress(OSError, ValueError, TypeError, RecursionError):
-        return dict(json.loads(memory().read_text(encoding="utf-8")))
+        return dict(json.loads(memory().with_name(file).read_text(encoding="utf-8")))
     return {}
 
 
-def store(key: str, name: str) -> None:
+def store(key: str, value: object, file: str = "fastest.json") -> None:
     try:
-        file = memory()
-        file.parent.mkdir(parents=True, exist_ok=True)
-        new = file.with_name(f"{file.name}.{os.getpid()}.partial")  # other processes may read
-        new.write_text(json.dumps({**stored(), key: name}, indent=1), encoding="utf-8")
-        new.replace(file)
+        path = memory().with_name(file)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = path.with_name(f"{file}.{os.getpid()}.partial")  # other processes may read
+        new.write_text(json.dumps({**stored(file), key: value}, indent=1), encoding="utf-8")
+        new.replace(path)
     except OSError as e:
-        log.warning(f"fastest: cannot be remembered: {e}")
+        log.warning(f"{file} cannot be written: {e}")
 
 
 def memory_key(spec: Spec, machine: Machine) -> str:

@@ -49,7 +49,7 @@ class Job:
 
     @cached_property
     def setup(self) -> Setup:
-        return self.config.setup(self.device)
+        return Setup(self.device, self.config, self.config.n_embd)
 
     @property
     def dtype(self) -> str:
@@ -115,7 +115,7 @@ class Candidate:
 
     def gradient_norm(self) -> float:
         grads = [p.grad for p in self.model.parameters() if p.grad is not None]
-        return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)).float()))
+        return float(torch.nn.utils.get_total_norm(grads))
 
     def write(self, prompt: Tensor, new: int, cache: str, **more: object) -> Times:
         """Continue `prompt` (B, T) int64; returns (first token at, last at, cache bytes)."""

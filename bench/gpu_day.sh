@@ -196,18 +196,28 @@ Captured graphs must give those of the eager static cache, to the bit."""
 import json
 import statistics
 import sys
+import time
 
 import torch
 from torch._dynamo.utils import counters
 
-from core.runtime import Setup, now
+from attention.machine.system import synchronize
+from core.options import TrainConfig
+from core.runtime import Setup
 from inference import graphs
 from inference.engine import generate, stream
 from model import GPT, GPTConfig
 
 device = torch.device(sys.argv[1])
 cuda = device.type == "cuda"
-setup = Setup.of(device, "bfloat16" if cuda else "float32")
+setup = Setup(device, TrainConfig(dtype="bfloat16" if cuda else "float32", compile=False))
+
+
+def now(device):
+    synchronize(device)
+    return time.perf_counter()
+
+
 torch.manual_seed(0)
 size = {} if cuda else {"n_layer": 2, "n_head": 2, "n_embd": 64, "vocab_size": 512}
 model = setup.place(GPT(GPTConfig(block_size=512, bias=False, **size)), cast=True).eval()

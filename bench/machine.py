@@ -25,6 +25,7 @@ from bench.candidates import Job
 from bench.settings import Decode, Qualify
 from core import flops
 from core.runtime import OUT_OF_MEMORY, describe, peak_memory
+from core.settings import first_line
 
 PACKAGES = ("torch", "triton", "flash_attn", "flash_attn_3", "transformers", "numpy")
 PROCESS = Path("/proc/self")
@@ -90,9 +91,9 @@ def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, kinds) or NO_MEMORY.search(str(error)) is not None
 
 
-def first_line(error: BaseException) -> str:
+def failure(error: BaseException) -> str:
     name = "out of memory" if out_of_memory(error) else type(error).__name__
-    return f"{name}: {(str(error).strip() or 'no message').splitlines()[0]}"
+    return f"{name}: {first_line(error)}"
 
 
 def reason(error: Exception) -> str:

@@ -34,6 +34,7 @@ from bench import Json, tables
 from bench.tables import Cells, Column, Row, number, percent
 from core import flops, profile
 from core.flops import Sizes, flops_per_token, mean_keys
+from core.gpus import datasheet_bandwidth
 from core.options import TrainConfig
 from core.settings import from_dict
 from model import GPTConfig
@@ -137,7 +138,7 @@ def computed(found: Json, row: Row, part: Json) -> Json:
     old, micro = "parts" in found, settings["gradient_accumulation_steps"]
     batch, micro = (row["batch_size"], 1) if old else (row["batch_size"] * micro, micro)
     works = work(model, batch, micro, m["dtype"], bool(settings["grad_clip"]))
-    known = None if settings.get("bandwidth_gbs") else flops.datasheet_bandwidth(m["name"])
+    known = None if settings.get("bandwidth_gbs") else datasheet_bandwidth(m["name"])
     bandwidth, source = known or (m["bandwidth"], m["bandwidth_source"])
     peak, products = m["peak_tflops"], settings.get("products_tflops") or m["products_tflops"]
     classes = {p["part"]: p["ms"] for p in found["parts"]} if old else found["classes"]

@@ -12,9 +12,9 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 import data
 from bench import ROOT, Json
-from core.options import ALIASES, IGNORED, Dtype, ModelOptions, TrainConfig
+from core.options import IGNORED, Dtype, ModelOptions, TrainConfig
 from core.runtime import pick_device
-from core.settings import LINE, Loaded, UserError, gather, read
+from core.settings import ALIASES, LINE, Loaded, UserError, gather, read
 from model import GPTConfig
 
 KVCache = Literal["auto", "none", "dynamic", "static", "paged"]
@@ -206,18 +206,18 @@ def load_config(argv: list[str], mode: str | None = None) -> Loaded[Any]:
     """The settings of a mode (None: train). Without a config file a CPU has config/bench_cpu.py."""
     kind = MODES[mode := mode or "train"]
     its = shown(kind)
-    aliases = {name: of for name, of in ALIASES.items() if of in {f.name for f in fields(kind)}}
     for name in (w.lstrip("-").partition("=")[0].replace("-", "_") for w in argv if w[:1] == "-"):
+        name = ALIASES.get(name, name)
         modes = [other for other, kind_ in MODES.items() if name in shown(kind_)]
-        if name not in its | aliases.keys() and (modes or hasattr(TrainConfig, name)):
+        if name not in its and (modes or hasattr(TrainConfig, name)):
             of = ", ".join(modes) or "train.py"
             raise UserError(f"--{name}: an option of {of}, not of mode {mode}")
     words = [word for word in argv if word not in ("-h", "--help")]
-    given, origins, _ = gather(kind, words, aliases=aliases, ignored=IGNORED)
-    here = issubclass(kind, Measured) and pick_device(given.get("device", "auto"))
-    if here and here.type == "cpu" and {*origins.values()} <= {LINE}:
+    given = gather(kind, words, ignored=IGNORED)
+    here = issubclass(kind, Measured) and pick_device(given.settings.get("device", "auto"))
+    if here and here.type == "cpu" and {*given.origins.values()} <= {LINE}:
         argv = [os.path.relpath(ROOT / CPU_CONFIG), *argv]
-    loaded = read(kind, argv, shown=its, aliases=aliases, ignored=IGNORED)
+    loaded = read(kind, argv, shown=its, ignored=IGNORED)
     settings, origins = loaded.settings, loaded.origins
     on_line = {name for name, origin in origins.items() if origin == LINE}
     changed = {f.name for f in fields(kind) if getattr(settings, f.name) != f.default}

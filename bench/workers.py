@@ -195,7 +195,7 @@ def serve(pipe: Connection, work: type[Any], job: Job, errors: str, sent_at: flo
         except (BackendUnavailable, UserError, ImportError) as e:
             answer = Failure("unavailable", machine.reason(e), candidate is not None)
         except Exception as e:
-            answer = Failure("failed", machine.first_line(e), candidate is not None)
+            answer = Failure("failed", machine.failure(e), candidate is not None)
             try:
                 machine.reset_peak(job.device)
             except Exception:  # CUDA is unusable now

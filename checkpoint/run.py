@@ -19,11 +19,10 @@ from checkpoint import store
 from checkpoint.convert import init_model, tokenizer_meta, trained_on
 from checkpoint.store import Checkpoint
 from core import background, files, runtime
-from core.distributed import DistInfo
 from core.files import command, printable
 from core.optimizer import numbers, tensors
 from core.options import TrainConfig
-from core.parallel import fill, is_sharded, whole
+from core.parallel import DistInfo, fill, is_sharded, whole
 from core.runtime import dtype_name, pick_device, pick_dtype, random_state, set_random_state
 from core.settings import Loaded, user_errors
 from data.loader import fits

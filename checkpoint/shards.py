@@ -18,8 +18,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from core.distributed import DistInfo
-from core.parallel import local, local_part
+from core.parallel import DistInfo, local, local_part
 from core.runtime import dtype_name
 from data.schema import Count, FileError, Json, read_json, record
 

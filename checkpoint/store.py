@@ -36,8 +36,8 @@ from torch import Tensor
 from attention import Policy, is_code
 from checkpoint import shards as parts
 from checkpoint.shards import INDEX, Shards, load_torch
-from core.distributed import DistInfo
 from core.files import command, printable
+from core.parallel import DistInfo
 from core.settings import UserError, first_line, from_dict
 from data.schema import Count, FileError, Json, read_json, record, valid
 from model import GPT, GPTConfig

@@ -12,8 +12,6 @@ Recomputation is not counted.
 from __future__ import annotations
 
 import itertools
-import json
-import logging
 import math
 import time
 from collections.abc import Callable
@@ -27,16 +25,13 @@ import torch
 
 from attention import visible
 from attention.machine.system import synchronize
-from attention.plan import memory
+from attention.plan import store, stored
 from core.cpu import matmul as cpu_matmul
-from core.files import write_at_once
-from core.gpus import datasheet_bandwidth as datasheet_bandwidth
 from core.gpus import datasheet_tflops
 from core.runtime import describe
 
 Row = dict[str, Any]  # of metrics.jsonl
 Sizes = Any  # a GPTConfig, or counted ones (bench/parts.py)
-log = logging.getLogger("nanoattn")
 
 
 def matrices(config: Sizes) -> list[tuple[int, int, bool]]:
@@ -68,7 +63,8 @@ def keys_seen(starts: torch.Tensor, windows: tuple[int | None, ...]) -> torch.Te
     """Mean keys per query and layer, float32 (); starts (B, T): where a query's document begins."""
     T = starts.shape[1]
     keys = torch.arange(1, T + 1, device=starts.device) - starts
-    return torch.stack([keys.clamp(max=window or T).float().mean() for window in windows]).mean()
+    means = {window: keys.clamp(max=window or T).float().mean() for window in {*windows}}
+    return torch.stack([means[window] for window in windows]).mean()
 
 
 @singledispatch  # bench/parts.py adds counted models
@@ -85,10 +81,13 @@ def flops_per_token(config: Sizes, T: int, causal: bool = False) -> float:
 class Peak:
     tflops: float  # 1e12 FLOP/s of one device
     source: str  # "datasheet: ...", "measured ...: ..." or "--peak_tflops"
-    measured: bool = False
 
     def __str__(self) -> str:
         return f"{self.tflops:,.4g} TFLOP/s ({self.source})"
+
+    @property
+    def measured(self) -> bool:
+        return self.source.startswith("measured")
 
     @property
     def of(self) -> str:
@@ -118,31 +117,25 @@ def peak(device: str | torch.device, dtype: str,
     what = f"TFLOP/s, {dtype}{' in TF32' if tf32 and dtype == 'float32' else ''}"
     measure = partial(measured_tflops, device, getattr(torch, dtype))
     rate, when = kept_rate(what, device, measure, again=wanted == "measure")
-    return Peak(rate, f"{when}: the best of several large matrix products", True)
+    return Peak(rate, f"{when}: the best of several large matrix products")
 
 
 def kept_rate(what: str, device: torch.device, measure: Callable[[], float],
               again: bool) -> tuple[float, str]:  # fmt: skip
     """A rate, kept for later, and its age; measured again after a busy time."""
-    file = memory().with_name("rates.json")
     key = f"{what}, {describe(device)}, torch {torch.__version__}"
-    today, known = datetime.now(timezone.utc).date(), dict[str, Any]()
+    today = datetime.now(timezone.utc).date()
     try:
-        known = dict(json.loads(file.read_text(encoding="utf-8")))
-        rate, day, busy = known[key]
+        rate, day, busy = stored("rates.json")[key]
         age = (today - date.fromisoformat(day)).days
         again = again or not (math.isfinite(rate) and rate > 0) or (busy and not is_busy())
-    except (OSError, ValueError, TypeError, LookupError):
+    except (ValueError, TypeError, LookupError):
         again = True
     if again:
         day, age, since = str(today), 0, clock()
         rate = measure()
         busy = device.type == "cpu" and disturbed(since)
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            write_at_once(file, json.dumps({**known, key: [rate, day, busy]}, indent=1))
-        except OSError as e:
-            log.warning("a measured rate cannot be kept (%s)", e)
+        store(key, [rate, day, busy], "rates.json")
     when = f"measured {day}, {f'{age} days ago' if age else 'today'}"
     return rate, when + (", while other programs used these cores" if busy else "")
 
@@ -205,6 +198,7 @@ class Speed:
     peak: Peak
     devices: int = 1
     keys: float | None = None  # keys_seen(); None: no document mask
+    why_not: str = ""  # reason to leave MFU out
 
     @property
     def mfu(self) -> tuple[float, float]:
@@ -222,12 +216,11 @@ class Speed:
         """Of records; MFU above 1 is None, with "mfu_why"."""
         full, causal = self.mfu
         row: Row = {"tokens_per_s": self.tokens_per_s, "mfu": full, "mfu_causal": causal}
-        if causal > 1:  # every kernel does these operations
-            why = f"the run exceeds the peak of {self.peak}"
-            row |= {"mfu": None, "mfu_causal": None, "mfu_why": why}
+        above = f"the run exceeds the peak of {self.peak}"
+        if self.why_not or causal > 1:  # every kernel does these operations
+            row |= {"mfu": None, "mfu_causal": None, "mfu_why": self.why_not or above}
         elif full > 1:  # a kernel may leave out the masked pairs
-            why = f"with the masked pairs the run exceeds the peak of {self.peak}"
-            row |= {"mfu": None, "mfu_why": why}
+            row |= {"mfu": None, "mfu_why": f"with the masked pairs {above}"}
         return row
 
     def __str__(self) -> str:

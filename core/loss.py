@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,8 +14,6 @@ from attention.function import once
 from attention.machine.system import autocast_dtype
 
 IGNORE = -1
-
-Switch = Callable[[], AbstractContextManager[object]]
 
 
 class Head(nn.Module):
@@ -33,31 +29,24 @@ class Head(nn.Module):
 
     def loss(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         """x (B, T, C), weight (V, C), targets (B, T) int64 -> the mean loss, float32 ()."""
-        x, targets = x.flatten(0, 1), targets.flatten()
-        return linear_cross_entropy(x, weight, targets, self.matmul_switch(x))
-
-    def matmul_switch(self, x: Tensor) -> Switch:
-        """Context of the loss's matrix products."""
-        return nullcontext
+        return linear_cross_entropy(x.flatten(0, 1), weight, targets.flatten())
 
 
-def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor,
-                         matmul_switch: Switch = nullcontext) -> Tensor:  # fmt: skip
+def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """x (N, C), weight (V, C), targets (N,) int64 -> the mean in nats, float32 (), or float64 as x.
     All targets ignored: NaN with zero gradients, as F.cross_entropy."""
     dtype = autocast_dtype(x.device.type) or x.dtype
     # ctx.needs_input_grad is True under no_grad too.
     want_grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    how = targets, dtype, want_grad, matmul_switch
     # For a second derivative to fail; views would keep x in memory.
-    return _LinearCrossEntropy.apply(x, weight, *how, x[:0].clone(), weight[:0].clone())
+    empty = x[:0].clone(), weight[:0].clone()
+    return _LinearCrossEntropy.apply(x, weight, targets, dtype, want_grad, *empty)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype,
-                want_grad: bool, matmul_switch: Switch, empty_x: Tensor,
-                empty_w: Tensor) -> Tensor:  # fmt: skip
+                want_grad: bool, empty_x: Tensor, empty_w: Tensor) -> Tensor:  # fmt: skip
         N, V = x.shape[0], weight.shape[0]
         rows = chunk_rows(N, V, x.device.type, dtype)
         # Few rows are faster in oneDNN's bfloat16.
@@ -69,7 +58,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dx = torch.empty_like(x_) if want_grad else None
         dw = torch.zeros_like(w) if want_grad and not N else None
         total = torch.zeros((), dtype=wide, device=x.device)
-        with torch.autocast(x.device.type, enabled=False), matmul_switch():
+        with torch.autocast(x.device.type, enabled=False):
             for c in pieces(N, rows):
                 logits = x_[c] @ w.t()  # (rows, V)
                 loss, dlogits = _cross_entropy(logits, target[c], counted[c], wide, want_grad)
@@ -96,7 +85,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         scale = grad.detach() / n.clamp(min=1)
         wide = torch.promote_types(dx.dtype, torch.float32)
         dx, dw = (d.to(wide).mul_(scale).to(t) for d, t in zip((dx, dw), ctx.dtypes, strict=True))
-        return *once(2, dx, dw, grad, *empty), *[None] * 6
+        return *once(2, dx, dw, grad, *empty), *[None] * 5
 
 
 def _cross_entropy(logits: Tensor, target: Tensor, counted: Tensor, wide: torch.dtype,

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from attention import Backend, Resolution
 from attention.machine.system import synchronize
-from core.distributed import DistInfo
 from core.files import open_output, printable, refuse_link, replacing, write_at_once
 from core.flops import Row, Sizes, Speed, clock, disturbed, in_words, keys_seen, peak
 from core.options import TrainConfig
+from core.parallel import DistInfo
 from core.runtime import peak_memory
 from core.settings import UserError, first_line
 
@@ -52,21 +52,19 @@ class Metrics:
             self._write("".join(json.dumps(r) + "\n" for r in rows))
         except OSError as e:
             raise UserError(f"{self.path} cannot be read and written ({e.strerror})") from e
+        if wandb is None:
+            return
         with warned("wandb is off"):
-            if wandb is not None:
-                self._join(wandb, step)
+            from wandb import Settings, init
 
-    def _join(self, wandb: Row, step: int) -> None:
-        from wandb import Settings, init
-
-        known = self.path.with_name("wandb_id.txt")
-        for path in (known, self.path.with_name("wandb")):
-            refuse_link(path)
-        if step and known.exists():
-            wandb = {**wandb, "id": known.read_text(), "resume": "allow"}
-        self.wandb = init(dir=self.path.parent, settings=Settings(init_timeout=20), **wandb)
-        if identity := getattr(self.wandb, "id", None):
-            write_at_once(known, identity)
+            known = out_dir / "wandb_id.txt"
+            for path in (known, out_dir / "wandb"):
+                refuse_link(path)
+            if step and known.exists():
+                wandb = {**wandb, "id": known.read_text(), "resume": "allow"}
+            self.wandb = init(dir=out_dir, settings=Settings(init_timeout=20), **wandb)
+            if identity := getattr(self.wandb, "id", None):
+                write_at_once(known, identity)
 
     def _write(self, text: str) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -113,7 +111,6 @@ class Meter:
         self.tokens = config.global_batch * config.block_size
         self.peak = peak(device, config.dtype, config.peak_tflops)
         self.speeds: list[Speed] = []
-        self.quiet: list[Speed] = []  # without other programs
         self.printed: set[str] = set()
         self.clock = clock()
         self.counted: list[Tensor] = []  # keys_seen() since the last line
@@ -125,9 +122,9 @@ class Meter:
         distributed.say(f"peak: {self.peak}\n{size}: at the peak rate {duration(at_peak)}")
         self.restart(step, timed=False)
 
-    def speed(self, tokens_per_s: float) -> Speed:
+    def speed(self, tokens_per_s: float, busy: bool = False) -> Speed:
         T, n = self.config.block_size, self.distributed.world_size
-        return Speed(self.model, T, tokens_per_s, self.peak, n, self.keys)
+        return Speed(self.model, T, tokens_per_s, self.peak, n, self.keys, BUSY if busy else "")
 
     def count(self, *starts: Tensor) -> None:
         self.counted += [keys_seen(t, self.model.windows).expand(len(t)) for t in starts]
@@ -158,11 +155,9 @@ class Meter:
         self.clock = clock()
         speed, left = "a first step, not timed", ""
         if self.timed and step > self.step:
-            found = self.speed(self.tokens / seconds)
+            found = self.speed(self.tokens / seconds, busy)
             self.speeds.append(found)
-            self.quiet += [] if busy else [found]
             row |= {"ms": seconds * 1e3, **found.row()}
-            row |= {"mfu": None, "mfu_causal": None, "mfu_why": BUSY} if busy else {}
             speed = f"{seconds * 1e3:,.1f} ms, {found.tokens_per_s:,.0f} tok/s"
             if row["mfu"] is not None:
                 speed += f", {in_words(row, self.peak.of)}"
@@ -186,9 +181,10 @@ class Meter:
         if self.speeds:
             keys = [speed.keys for speed in self.speeds if speed.keys is not None]
             self.keys = fmean(keys) if keys else None
-            found = self.speed(median(speed.tokens_per_s for speed in self.quiet or self.speeds))
+            quiet = [speed for speed in self.speeds if not speed.why_not]
+            found = self.speed(median(speed.tokens_per_s for speed in quiet or self.speeds))
             busy = f"{found.tokens_per_s:,.0f} tok/s; no mfu: {BUSY}"
-            self.distributed.say(f"{found}; peak: {self.peak}" if self.quiet else busy)
+            self.distributed.say(f"{found}; peak: {self.peak}" if quiet else busy)
         if baselines and val_loss is not None:
             known = ", ".join(f"{name} model {x:.2f}" for name, x in baselines.items())
             self.distributed.say(f"val loss {val_loss:.4f} nats a token; for comparison: {known}")
@@ -218,12 +214,10 @@ def read(path: Path) -> list[Row]:
 
 
 def draw(path: Path, picture: Path) -> None:
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
     rows = read(path)
     for key, label, color, marker in (("loss", "training, batch by batch", "#9bb1c0", ""),
                                       ("val_loss", "validation", "#c7553b", "o")):  # fmt: skip
@@ -240,4 +234,3 @@ def draw(path: Path, picture: Path) -> None:
     axes.set(xlabel="step", ylabel="loss (nats a token)", title=title)
     with replacing(picture) as file:
         figure.savefig(file, dpi=120, format="png")
-    plt.close(figure)

@@ -10,10 +10,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from core.settings import Size, check_fields
 
 if TYPE_CHECKING:
-    import torch
-
     from attention import Policy
-    from core.runtime import Setup
 
 ResidualDtype = Literal["auto", "float32", "autocast"]  # autocast: --dtype
 VocabSize = Annotated[int, Field(ge=1, le=2**32)]
@@ -21,7 +18,6 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 PeakRate = PositiveFloat | Literal["measure"]  # TFLOP/s of one device
 CompileMode = Literal["default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune"]
-ALIASES = {"attn_implementation": "attention_backend", "attention_deterministic": "deterministic"}
 IGNORED = {"always_save_checkpoint": "every evaluation saves",
            "backend": "NCCL on CUDA, gloo elsewhere"}  # fmt: skip  # nanoGPT's names
 
@@ -131,11 +127,3 @@ class TrainConfig(ModelOptions):
         from attention import Policy
 
         return Policy(self.attention_fallback, self.attention_hub_kernels, self.allow_mps_sdpa)
-
-    def setup(self, device: torch.device, width: int | None = None) -> Setup:
-        from core.runtime import Setup
-
-        return Setup.of(
-            device, self.dtype, n_embd=width or self.n_embd, residual_dtype=self.residual_dtype,
-            tf32=self.tf32, compile=self.compile, compile_mode=self.compile_mode,
-            onednn=self.onednn, deterministic=self.deterministic)  # fmt: skip

@@ -1,11 +1,16 @@
-"""A model in copies (DDP) or shards along the first dimension (FSDP2, as ZeRO-3, Rajbhandari et al.
-2020, arXiv 1910.02054); docs/SCALE.md."""
+"""The processes of a run, and a model in copies (DDP) or shards along the first dimension (FSDP2,
+as ZeRO-3, Rajbhandari et al. 2020, arXiv 1910.02054); docs/SCALE.md."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,15 +19,174 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from attention import Ring
-from core.distributed import DistInfo, Stop, Stopped
 from core.loss import IGNORE
-from core.runtime import Setup
-from core.settings import UserError
+from core.runtime import Setup, StopSignal, pick_device, random_state, set_random_state
+from core.settings import UserError, user_errors
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+T = TypeVar("T")
+SLOW_S = 1800.0  # timeout while ranks start, compile or save
+ROLL_CALL_S = 5.0  # for the other ranks to notice a failed collective
 BUCKET_MB = 100  # of gradients in a DDP message
+
+
+@dataclass(frozen=True)
+class DistInfo:
+    device: torch.device
+    rank: int = 0
+    world_size: int = 1
+    control: dist.ProcessGroup | None = None  # gloo: never waits for the GPU
+    disk: dist.ProcessGroup | None = None  # gloo: its timeout stays SLOW_S
+    context_parallel: int = 1  # neighbouring ranks that share a sequence
+    ring: dist.ProcessGroup | None = None
+    began: float = field(default_factory=time.time)  # by the clock of files
+
+    @classmethod
+    def join(cls, wanted: str, context_parallel: int = 1) -> DistInfo:
+        """Join the processes that torchrun started. Raises UserError."""
+        device = pick_device(wanted)
+        env, slow = os.environ, timedelta(seconds=SLOW_S)
+        alone = env.get("RANK"), env.get("WORLD_SIZE", "1"), env.get("LOCAL_RANK", "0")
+        store, rank, n, N = None, 0, 1, context_parallel
+        if alone != (None, "1", "0"):
+            unset = "unset RANK WORLD_SIZE LOCAL_RANK"
+            with user_errors(f"not started by torchrun (for one process: {unset}): "):
+                if not 0 <= int(env.get("RANK", 0)) < int(env.get("WORLD_SIZE", 1)):
+                    raise ValueError(f"RANK={env.get('RANK')}, WORLD_SIZE={env.get('WORLD_SIZE')}")
+                if device.type == "cuda" and not {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= env.keys():
+                    raise ValueError("no LOCAL_RANK, LOCAL_WORLD_SIZE")
+                store, rank, n = next(dist.rendezvous("env://", timeout=slow))
+        if n % N:
+            raise UserError(f"--context_parallel={N} needs a multiple of {N} processes, got {n}")
+        if store is None:
+            return cls(device)
+        if device.type == "cuda":
+            local_size = int(env["LOCAL_WORLD_SIZE"])
+            if local_size > (gpus := torch.cuda.device_count()):
+                raise UserError(f"--nproc_per_node={local_size} needs as many GPUs, found {gpus}")
+            device = torch.device("cuda", int(env["LOCAL_RANK"]))
+            torch.cuda.set_device(device)
+        if env.get("LOCAL_WORLD_SIZE") == env["WORLD_SIZE"]:
+            # torchrun's store keeps old addresses (PyTorch issue 135712).
+            store = dist.PrefixStore(env.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=slow, store=store, rank=rank, world_size=n)
+        control, disk = (dist.new_group(backend="gloo", timeout=slow) for _ in range(2))
+        ring = None
+        for first in range(0, n, N) if N > 1 else ():  # every process must make every group
+            group = dist.new_group(list(range(first, first + N)), timeout=slow)
+            ring = group if first <= rank < first + N else ring
+        return cls(device, rank, n, control, disk, N, ring)
+
+    @property
+    def data(self) -> tuple[int, int]:
+        """(data-parallel rank, data-parallel size)."""
+        return self.rank // self.context_parallel, self.world_size // self.context_parallel
+
+    @property
+    def main(self) -> bool:
+        return self.rank == 0
+
+    def micro_steps(self, batch_size: int, accumulated: int) -> int:
+        """Micro-batches per step and process. UserError: fewer than one."""
+        n = self.data[1]
+        share = batch_size * accumulated / n
+        steps = math.ceil(math.ceil(share) / batch_size)
+        if int(share) < steps:
+            got = f"--gradient_accumulation_steps={accumulated}"
+            raise UserError(f"{got}: expected a multiple of the {n} processes")
+        return steps
+
+    @property
+    def launcher(self) -> str:
+        """Command prefix on each node."""
+        if self.world_size == 1:
+            return "python"
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
+        if local_size == self.world_size:
+            return f"torchrun --standalone --nproc_per_node={local_size}"
+        nodes = f"--nnodes={self.world_size // local_size} --nproc_per_node={local_size}"
+        endpoint = f"--rdzv_endpoint={os.environ['MASTER_ADDR']}:29400"
+        return f"torchrun {nodes} --rdzv_backend=c10d {endpoint}"
+
+    def job(self) -> str | None:
+        """The torchrun job, across restarts, or None. Collective."""
+        name = os.environ.get("TORCHELASTIC_RUN_ID")  # "none" without --rdzv_id
+        return self.gather(f"none {os.getppid()}" if name == "none" else name)[0]
+
+    def limit(self, seconds: float) -> None:
+        """Set the timeout of all groups but `disk`."""
+        for group in [*dist.distributed_c10d._world.pg_map] if self.control is not None else ():
+            if group is not self.disk:
+                dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+    def name_missing(self, error: Exception, resume: str) -> None:
+        """Print the lost ranks, and the command to resume."""
+        text = str(error).lower()
+        of_group = isinstance(error, dist.DistError) or "gloo" in text or "nccl" in text
+        if self.control is None or not of_group:
+            return
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"roll_call/{self.rank}", "here")
+        time.sleep(ROLL_CALL_S)
+        ranks = range(self.world_size)
+        missing = ", ".join(f"rank {r}" for r in ranks if not store.check([f"roll_call/{r}"]))
+        if missing:
+            text = f"error (rank {self.rank}): lost {missing}; to continue: {resume}"
+            print(text, file=sys.stderr, flush=True)
+
+    def sum(self, values: list[float]) -> list[float]:
+        if self.world_size == 1:
+            return values
+        t = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(t, group=self.control)
+        return t.tolist()
+
+    def gather(self, value: T) -> list[T]:
+        values = [value] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(values, value, group=self.control)
+        return values
+
+    def leave(self) -> None:
+        if self.control is not None:
+            dist.destroy_process_group()
+
+    def say(self, text: str, file: TextIO | None = None) -> None:
+        if self.main:
+            print(text, file=file, flush=True)
+
+
+class Stopped(Exception):
+    """All processes agreed to end."""
+
+
+class Stop(StopSignal):
+    """Agreement to stop; fails if a process is lost or frozen."""
+
+    def __init__(self, distributed: DistInfo) -> None:
+        super().__init__()
+        self.distributed = distributed
+        self.random: dict[str, Tensor] = {}  # before the step
+
+    def mark(self, part: str) -> None:
+        """Between micro-batches, Stopped leaves the state as before the step."""
+        if part == "update":
+            self.random = {}
+        elif part == "forward" and not self.random:
+            self.random = random_state(self.distributed.device)
+        elif part == "forward" and self.agreed():
+            set_random_state(self.random, self.distributed.device)
+            raise Stopped
+
+    def agreed(self) -> bool:
+        """True if a process was signalled. Collective."""
+        return any(self.distributed.sum([float(self.noted)]))
+
+
+# --- a model in copies or shards ---
 
 
 def replicate(module: nn.Module, distributed: DistInfo) -> nn.Module:
@@ -31,8 +195,7 @@ def replicate(module: nn.Module, distributed: DistInfo) -> nn.Module:
     device = distributed.device
     ids = [device.index] if device.type == "cuda" else None
     return DistributedDataParallel(
-        module, device_ids=ids, gradient_as_bucket_view=True, bucket_cap_mb=BUCKET_MB
-    )
+        module, device_ids=ids, gradient_as_bucket_view=True, bucket_cap_mb=BUCKET_MB)  # fmt: skip
 
 
 def shard(model: nn.Module, distributed: DistInfo, setup: Setup, size: int | None) -> None:
@@ -77,24 +240,6 @@ def shard_batch(ring: Ring | None, *batch: Tensor) -> tuple[Tensor, ...]:
     """Cut (B, T) tokens, targets and segments along T."""
     fillings = 0, IGNORE, batch[0].shape[1]  # padding is a segment of its own
     return batch if ring is None else (*map(ring.shard, batch, fillings),)
-
-
-def mean_loss(module: nn.Module, batches: Iterable[tuple[Tensor, ...]], autocast: torch.autocast,
-              ring: Ring | None, distributed: DistInfo, stop: Stop | None) -> float:  # fmt: skip
-    """Mean over all processes; NaN without targets. batches: x, y, perhaps segments (B, T)."""
-    total = torch.zeros((), device=distributed.device)
-    targets = torch.zeros((), dtype=torch.int64, device=distributed.device)
-    for batch in batches:
-        if stop and stop.agreed():
-            raise Stopped
-        x, y, *segments = shard_batch(ring, *batch)
-        n = (y != IGNORE).sum()
-        with autocast:
-            mean = module(x, y, *segments)[1]
-        total += torch.where(n == 0, 0.0, mean * n)
-        targets += n
-    summed, n_targets = distributed.sum([float(total), float(targets)])
-    return summed / n_targets if n_targets else math.nan
 
 
 def loss_weights(module: nn.Module, targets: Tensor) -> Tensor:

@@ -14,7 +14,6 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from importlib.util import find_spec
 from types import FrameType
 from typing import TypeVar, cast
@@ -26,6 +25,7 @@ from torch import Tensor
 from attention import BackendUnavailable, DeviceLost
 from attention.machine.system import bfloat16_units, cpu_name, devices
 from core.cpu import matmul as cpu_matmul
+from core.options import TrainConfig
 from core.settings import UserError
 from core.terminal import SIGNALS, escaped
 
@@ -81,45 +81,37 @@ def why_not_compile(wanted: bool | None, device: torch.device) -> str:
     return ""
 
 
-@dataclass(frozen=True)
 class Setup:
-    device: torch.device
-    dtype: torch.dtype  # weights stay in float32
-    compile: bool
-    compile_mode: str = "default"
-    onednn: bool = False  # float32 products
-    residual: str = "float32"  # dtype between the blocks, or "autocast"
-    few_rows: bool = True  # in decoding, by oneDNN
-    lines: tuple[str, ...] = ()  # the decisions
-
-    @classmethod
-    def of(cls, device: torch.device, dtype: str = "auto", *, residual_dtype: str = "auto",
-           tf32: bool = True, compile: bool | None = False, compile_mode: str = "default",
-           onednn: bool | None = None, deterministic: bool = False,
-           n_embd: int | None = None) -> Setup:  # fmt: skip
-        """Decide, and set PyTorch's global switches."""
+    def __init__(self, device: torch.device, config: TrainConfig,
+                 n_embd: int | None = None) -> None:  # fmt: skip
+        """Decide, and set PyTorch's global switches; n_embd: the model's, in training."""
         # Not by fp32_precision: Inductor reads the older settings.
         torch.set_float32_matmul_precision("highest")  # PyTorch refuses a mix with allow_tf32
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
-        if deterministic:
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.tf32
+        if config.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-        chosen = pick_dtype(dtype, device, n_embd)
-        no_onednn = cpu_matmul.why_not(onednn, device, chosen)
-        no_compile = why_not_compile(compile, device)
-        lines = []
+        self.device = device
+        self.dtype = pick_dtype(config.dtype, device, n_embd)  # weights stay in float32
+        dtype = dtype_name(self.dtype)
+        # Between the blocks: a dtype, or "autocast".
+        self.residual = decide_residual(config.residual_dtype, device.type, dtype)
+        no_onednn = cpu_matmul.why_not(config.onednn, device, self.dtype)
+        self.onednn = not no_onednn  # for float32 products
+        self.few_rows = config.onednn is not False  # in decoding, by oneDNN
+        no_compile = why_not_compile(config.compile, device)
+        self.compile = not no_compile
+        self.compile_mode: str = config.compile_mode
+        self.lines = []  # the decisions
         if device.type == "cpu":
-            if dtype == "auto" and n_embd is not None:
+            if config.dtype == "auto" and n_embd is not None:
                 units = f"this processor has {bfloat16_units()}"
                 why = cpu_matmul.why_not_bfloat16(n_embd) or units
-                lines.append(f"dtype: {dtype_name(chosen)} ({why})")
-            lines.append(f"oneDNN for float32 products: {_switch(no_onednn)}")
-        mode = "" if no_compile else f" (mode {compile_mode})"
-        lines.append(f"compile: {_switch(no_compile)}{mode}")
-        residual = decide_residual(residual_dtype, device.type, dtype_name(chosen))
-        return cls(device, chosen, not no_compile, compile_mode, not no_onednn, residual,
-                   few_rows=onednn is not False, lines=tuple(lines))  # fmt: skip
+                self.lines.append(f"dtype: {dtype} ({why})")
+            self.lines.append(f"oneDNN for float32 products: {_switch(no_onednn)}")
+        mode = f" (mode {config.compile_mode})" if self.compile else ""
+        self.lines.append(f"compile: {_switch(no_compile)}{mode}")
 
     @property
     def autocast(self) -> torch.autocast:

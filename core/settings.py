@@ -30,11 +30,11 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from core import terminal
 
 T = TypeVar("T")
-Values = dict[str, Any]  # field -> value
 Texts = Annotated[tuple[str, ...], "whole"]  # --start="Well, well" is not split at its comma
 Size = Annotated[int, Field(gt=0, lt=2**31)]
 LINE = "command line"
-SWITCH_WORDS = {*["true", "false", "1", "0", "on", "off", "yes", "no", "t", "f", "y", "n", "none"]}
+ALIASES = {"attn_implementation": "attention_backend", "attention_deterministic": "deterministic"}
+SWITCH_WORDS = ["true", "false", "1", "0", "on", "off", "yes", "no", "t", "f", "y", "n", "none"]
 ALONE_S = 5.0  # torchrun would end this rank sooner, had rank 0 failed too
 _adapter = functools.cache(lambda hint: TypeAdapter(hint, config=ConfigDict(allow_inf_nan=False)))
 
@@ -65,8 +65,8 @@ class Loaded(Generic[T]):
 
     def report(self) -> list[str]:
         fields = dataclasses.fields(self.settings)  # type: ignore[arg-type]
-        values = {f.name: getattr(self.settings, f.name) for f in fields}
-        rows = {f.name: repr(values[f.name]) for f in fields if values[f.name] != f.default}
+        values = ((f.name, getattr(self.settings, f.name), f.default) for f in fields)
+        rows = {name: repr(value) for name, value, default in values if value != default}
         wide = max(map(len, rows), default=0)
         lines = [f"  {name:<{wide}} = {value:<10}  ({self.origins.get(name, 'derived')})"
                  for name, value in rows.items()]  # fmt: skip
@@ -76,9 +76,9 @@ class Loaded(Generic[T]):
 
 def read(cls: type[T], argv: Sequence[str], **options: Any) -> Loaded[T]:
     """Checked settings from sys.argv[1:]; options of gather()."""
-    values, origins, notes = gather(cls, argv, **options)
+    given = gather(cls, argv, **options)
     with user_errors():
-        return Loaded(cls(**values), origins, notes)
+        return Loaded(cls(**given.settings), given.origins, given.notes)
 
 
 def read_early(cls: type, argv: Sequence[str], **options: Any) -> None:
@@ -92,50 +92,51 @@ def read_early(cls: type, argv: Sequence[str], **options: Any) -> None:
     terminal.wait_passively()
 
 
-def gather(cls: type, argv: Sequence[str], *, aliases: Mapping[str, str] = {},
-           ignored: Mapping[str, str] = {}, positional: str | None = None,
-           shown: Collection[str] | None = None
-           ) -> tuple[Values, dict[str, str], tuple[str, ...]]:  # fmt: skip
-    """Given values, origins, notes. aliases: name -> field; ignored: name -> why; positional: field
-    of bare words, or None for config files."""
+def gather(cls: type, argv: Sequence[str], *, ignored: Mapping[str, str] = {},
+           positional: str | None = None,
+           shown: Collection[str] | None = None) -> Loaded[dict[str, Any]]:  # fmt: skip
+    """Given values by field. ignored: name -> why; positional: field of bare words, or None for
+    config files; shown: fields in --help."""
     hints = _hints(cls)
-    fields = {name: name for name in hints} | dict(aliases)
-    known = {field.name: field.default for field in dataclasses.fields(cls)}
-    values: Values = {}
-    origins: dict[str, str] = {}
-    notes: dict[str, str] = {}
+    fields = {name: name for name in hints}
+    fields |= {name: field for name, field in ALIASES.items() if field in hints}
     switches = {name for name, field in fields.items() if hints[field] in (bool, bool | None)}
     options = _split(argv, switches, positional or "config")
-    files = [path for name, path in options if name == "config"]
+    known = {field.name: field.default for field in dataclasses.fields(cls)}
     used: set[str] = set()
+    files = [path for name, path in options if name == "config"]
     rows = [row for path in files for row in parse_config(path, known, used)]
     help_wanted = {"-h", "--help"} & {*argv}
     if not help_wanted:
         rows += [(LINE, name, text) for name, text in options if name != "config"]
+    found = Loaded[dict[str, Any]]({}, {})
+    notes: dict[str, str] = {}
     for origin, name, given in rows:
-        before = "--" if origin == LINE else ""
-        where = before + name if before else f"{origin}: {name}"
+        on_line = origin == LINE
+        where = f"--{name}" if on_line else f"{origin}: {name}"
         if name not in fields:
             if name in ignored:
                 notes[name] = f"{name} is ignored ({origin}): {ignored[name]}"
-            elif origin == LINE or name not in used:
-                raise UserError(f"{where}: unknown setting{did_you_mean(name, fields, before)}")
+            elif on_line or name not in used:
+                near = did_you_mean(name, fields, "--" * on_line)
+                raise UserError(f"{where}: unknown setting{near}")
             continue
         field = fields[name]
         hint = hints[field]
-        value = _parse(hint, given, where) if origin == LINE else check(hint, given, where)
+        value = _parse(hint, given, where) if on_line else check(hint, given, where)
         if value == "" and hint in (str, str | None):  # Path("") would be the current folder
             raise UserError(f"{where}: expected a text, got ''")
-        if origin == LINE == origins.get(field):
+        if on_line and found.origins.get(field) == LINE:
             if _is_tuple(hint):
-                value = values[field] + value  # a repeated list grows
+                value = found.settings[field] + value  # a repeated list grows
             elif field == positional:
-                raise UserError(f"expected one {field}, got {values[field]} and {value}")
-        values[field] = value
-        origins[field] = origin
+                got = f"{found.settings[field]} and {value}"
+                raise UserError(f"expected one {field}, got {got}")
+        found.settings[field] = value
+        found.origins[field] = origin
     if help_wanted:
-        _print_help(cls, values, shown)
-    return values, origins, tuple(notes.values())
+        _print_help(cls, found.settings, shown)
+    return dataclasses.replace(found, notes=tuple(notes.values()))
 
 
 def from_dict(cls: type[T], mapping: Mapping[str, object], origin: str = "settings.json") -> T:
@@ -261,7 +262,7 @@ def _parse(hint: object, text: str, name: str) -> Any:
     return check(hint, values if several else values[0], name, strict=False)
 
 
-def _print_help(cls: type, values: Values, shown: Collection[str] | None) -> NoReturn:
+def _print_help(cls: type, values: dict[str, Any], shown: Collection[str] | None) -> NoReturn:
     program = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1]  # with the -m of a module
     about = (cls.__doc__ or "").partition("\n\n")[0]
     lines = [f"usage: python {' '.join(program)} [OPTIONS]\n\n{about}\n"]
@@ -298,19 +299,20 @@ LARGEST = 2**16  # characters of a file or text, bits of an integer
 _ARITHMETIC = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
                ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
                ast.Pow: operator.pow}  # fmt: skip
-_CALLS: Values = {f.__name__: f for f in (str, int, float, min, max)} | {"time.time": time.time}
+_CALLS: dict[str, Any] = {f.__name__: f for f in (str, int, float, min, max)}
+_CALLS["time.time"] = time.time
 
 
-def parse_config(path: str, known: Values, used: set[str]) -> Iterator[tuple[str, str, Any]]:
-    """Yield ("path:line", name, value) of each assignment, without executing it; add the names that
-    it reads to `used`."""
+def parse_config(path: str, known: dict[str, Any], used: set[str]
+                 ) -> Iterator[tuple[str, str, Any]]:  # fmt: skip
+    """Yield ("path:line", name, value) of each assignment, without executing it; add the names
+    that it reads to `used`."""
     try:
         with open(path, encoding="utf-8-sig") as file:
             text = file.read(LARGEST + 1)
         if len(text) > LARGEST:
             raise ValueError(f"expected at most {LARGEST:,} characters")
         tree = ast.parse(text)
-        names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
     except FileNotFoundError:
         near = did_you_mean(f"config/{Path(path).name}", map(str, Path("config").glob("*.py")))
         raise UserError(f"config file {path!r} does not exist{near}") from None
@@ -318,6 +320,7 @@ def parse_config(path: str, known: Values, used: set[str]) -> Iterator[tuple[str
         raise UserError(f"{path}:{error.lineno or 1}: {error.msg}") from None
     except (OSError, ValueError, RecursionError, MemoryError) as error:
         raise UserError(f"config file {path!r} cannot be read ({error})") from None
+    names = (node for node in ast.walk(tree) if isinstance(node, ast.Name))
     used |= {node.id for node in names if isinstance(node.ctx, ast.Load)}
     for node in tree.body:
         origin = f"{path}:{node.lineno}"

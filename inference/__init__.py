@@ -14,6 +14,7 @@ from core.settings import UserError, user_errors
 
 if TYPE_CHECKING:
     from attention import Policy
+    from core.options import Dtype
     from data.tokenizer import Tokenizer
     from model import GPT
 
@@ -21,7 +22,7 @@ log = logging.getLogger("nanoattn")
 
 
 def load(source: str | Path, *, which: str = "latest", dataset: str | None = None,
-         device: str = "auto", dtype: str = "auto", weights: str = "dtype",
+         device: str = "auto", dtype: Dtype = "auto", weights: str = "dtype",
          policy: Policy | None = None, **changes: Any) -> tuple[GPT, Tokenizer]:  # fmt: skip
     """Load a model in evaluation mode, and its tokenizer. Raises UserError.
 
@@ -33,9 +34,11 @@ def load(source: str | Path, *, which: str = "latest", dataset: str | None = Non
     from attention import Policy
     from core.cpu import int8
     from core.files import printable
+    from core.options import TrainConfig
     from core.runtime import Setup, pick_device
 
-    source, setup = str(source), Setup.of(pick_device(device), dtype)
+    source = str(source)
+    setup = Setup(pick_device(device), TrainConfig(dtype=dtype, compile=False))
     if which == "best":
         named = printable(source)
         if not checkpoint.folders(source):

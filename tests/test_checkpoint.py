@@ -25,9 +25,9 @@ from test_train import nanogpt_file
 from torch import Tensor
 
 import checkpoint
-from core.distributed import DistInfo
 from core.optimizer import build_optimizer, tensors
 from core.options import TrainConfig
+from core.parallel import DistInfo
 from core.settings import UserError
 from model import GPT, GPTConfig
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 from core.cpu import int8
 from core.cpu import matmul as cpu_matmul
+from core.options import TrainConfig
 from core.runtime import Setup
 from model import GPT, GPTConfig
 
@@ -101,7 +101,8 @@ def test_a_model_for_inference_follows_its_weights(dtype: str, onednn: bool) -> 
     """Written in place, also past autograd, replaced, moved, copied."""
     config = GPTConfig(block_size=16, vocab_size=96, n_layer=1, n_head=2, n_embd=64)
     idx = torch.arange(12).view(2, 6)
-    setup = replace(Setup.of(CPU, dtype), onednn=onednn)
+    setup = Setup(CPU, TrainConfig(dtype=dtype))
+    setup.onednn = onednn
     model, other = setup.place(GPT(config), cast=True).eval(), GPT(config)
 
     def check(model: GPT) -> None:

@@ -21,9 +21,9 @@ from torch import Tensor
 
 import checkpoint
 from checkpoint.__main__ import main as export
-from core.distributed import DistInfo
 from core.optimizer import build_optimizer
 from core.options import TrainConfig
+from core.parallel import DistInfo
 from core.settings import UserError
 
 # Sizes that two processes do not divide, and a head of its own.

@@ -27,8 +27,8 @@ import checkpoint
 import train
 from attention import Ring
 from core import metrics, parallel
-from core.distributed import DistInfo
 from core.optimizer import build_optimizer
+from core.parallel import DistInfo
 from core.runtime import Setup
 from core.settings import UserError
 from model import GPT, GPTConfig
@@ -170,7 +170,7 @@ def group(rank: int, n: int) -> DistInfo:
 
 def stepped(rank: int, n: int) -> dict[str, Any]:
     """Loss, gradients, flag of 11 sequences, by kind and number masked."""
-    found, everyone, setup = {}, group(rank, n), Setup.of(CPU, "float32")
+    found, everyone, setup = {}, group(rank, n), Setup(CPU, train.TrainConfig(dtype="float32"))
     kinds = ["ddp", "fsdp", "ddp ring", "fsdp ring"] if n > 1 else ["whole", "micro"]
     for kind, masked in itertools.product(kinds, UNMASKED):
         torch.manual_seed(masked)
@@ -258,7 +258,8 @@ def test_any_number_of_processes_shares_a_step() -> None:
 def test_what_does_not_go_with_fsdp(n: int, size: int | None, how: Any, named: str) -> None:
     everyone: Any = DistInfo(CPU, 0, n, "group" if n > 1 else None)  # type: ignore[arg-type]
     with pytest.raises(UserError, match=named):
-        parallel.shard(None, everyone, Setup.of(CPU, **how), size)  # type: ignore[arg-type]
+        setup = Setup(CPU, train.TrainConfig(**how))
+        parallel.shard(None, everyone, setup, size)  # type: ignore[arg-type]
 
 
 LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -308,7 +309,7 @@ def test_ddp_sends_gradients_once_a_step_whatever_the_micro_batches(torchrun: Di
         return done
 
     module.register_comm_hook(None, send)
-    setup, x = Setup.of(CPU, "float32"), torch.randint(16, (6, 8))
+    setup, x = Setup(CPU, train.TrainConfig(dtype="float32")), torch.randint(16, (6, 8))
     optimizer = build_optimizer(model, train.TrainConfig(), CPU)
     for micro_steps in (1, 3):
         train.train_step(module, optimizer, setup.scaler(), setup.autocast, x, x, micro_steps, 1.0,

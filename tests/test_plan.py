@@ -23,9 +23,10 @@ from torch.utils._pytree import tree_leaves
 
 import attention
 from core import parallel
-from core.distributed import DistInfo
 from core.flops import flops_per_token
 from core.optimizer import build_optimizer
+from core.options import TrainConfig
+from core.parallel import DistInfo
 from core.runtime import Setup
 from core.settings import UserError
 from course import build
@@ -154,7 +155,8 @@ def fsdp_step(rank: int, n: int, model: GPTConfig, size: int, dtype: str, micro:
               checkpointing: bool) -> dict[str, Any]:
     """What a process of n holds, and sends in two steps."""
     real, sent, cpu = made(model, checkpointing), Counter[str](), torch.device("cpu")
-    parallel.shard(real, DistInfo(cpu, rank, n, dist.group.WORLD), Setup.of(cpu, dtype), size)
+    setup = Setup(cpu, TrainConfig(dtype=dtype))
+    parallel.shard(real, DistInfo(cpu, rank, n, dist.group.WORLD), setup, size)
     note_collectives(sent)
     peak, optimizer = stepped(real, dtype, 2, micro)
 

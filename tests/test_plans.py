@@ -33,7 +33,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import attention as fa
 from attention import BACKENDS, Backend, BackendUnavailable, Caps, Plans, Policy, Spec, manual
 from attention.machine import timing
-from core.distributed import DistInfo
+from core.parallel import DistInfo
 from model import GPT, GPTConfig
 
 ROOT = Path(__file__).parent.parent

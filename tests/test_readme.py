@@ -32,7 +32,7 @@ from course.lab.__main__ import LabConfig
 from data.prepare import DATASETS, PrepareConfig
 from explain import ExplainConfig
 from sample import SampleConfig
-from train import ALIASES, IGNORED, TrainConfig
+from train import IGNORED, TrainConfig
 
 
 def commands(text: str) -> list[str]:
@@ -59,8 +59,7 @@ SHOWN = [line for page in PAGES for line in commands(page.read_text(encoding="ut
 
 
 def as_settings(kind: type, **options: Any) -> Callable[[list[str]], object]:
-    aliases = {"attn_implementation": "attention_backend"}
-    return lambda words: read(kind, words, **options or {"aliases": aliases})
+    return lambda words: read(kind, words, **options)
 
 
 def as_bench(words: list[str]) -> object:
@@ -265,7 +264,7 @@ decay_lr = False
 def test_nanogpts_finetuning_runs_unchanged_at_its_constant_rate(tmp_path):
     (tmp_path / "finetune.py").write_text(FINETUNE)
     argv = [str(tmp_path / "finetune.py"), "--backend=nccl"]
-    loaded = read(TrainConfig, argv, aliases=ALIASES, ignored=IGNORED)
+    loaded = read(TrainConfig, argv, ignored=IGNORED)
     config, report = loaded.settings, "\n".join(loaded.report())
     assert "always_save_checkpoint" in report and "backend" in report
     assert (config.dataset, config.gradient_accumulation_steps) == ("shakespeare", 32)

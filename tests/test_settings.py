@@ -44,6 +44,7 @@ class Config:
     name: str = "gpt"  # of the run
     lengths: tuple[PositiveInt | None, ...] = ()  # tokens
     start: Texts = ()  # prompts
+    attention_backend: str = "auto"  # a name
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -137,7 +138,7 @@ def test_every_default_of_every_command_may_be_given(cls: type, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("words, expected", [
-    ("--n-layer=3", {"n_layer": 3}), ("--blocks=3", {"n_layer": 3}),
+    ("--n-layer=3", {"n_layer": 3}), ("--attn_implementation=x", {"attention_backend": "x"}),
     ("--compile 1", {"compile": True}), ("--stream y --compile None", {"stream": True}),
     ("--compile off --stream ON", {"compile": False, "stream": True}),
     ("--stream --compile c.py", {"stream": True, "compile": True, "n_layer": 7}),
@@ -146,8 +147,7 @@ def test_every_default_of_every_command_may_be_given(cls: type, tmp_path: Path) 
 ])  # fmt: skip
 def test_other_spellings(tmp_path: Path, words: str, expected: dict[str, Any]) -> None:
     file = config_file(tmp_path, "n_layer = 7\n")
-    loaded = read(Config, words.replace("c.py", file).split(), aliases={"blocks": "n_layer"})
-    assert loaded.settings == Config(**expected)
+    assert read(Config, words.replace("c.py", file).split()).settings == Config(**expected)
     assert read(Config, ["x y"], positional="name").settings.name == "x y"
     assert read(Config, ["a", "b"], positional="start").settings.start == ("a", "b")
 

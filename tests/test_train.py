@@ -11,7 +11,7 @@ import re
 import signal
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -351,9 +351,10 @@ def test_what_auto_means_is_decided_once(data_dir, tmp_path, wanted, saved):
     ("reduce-overhead", "cuda", 1, False), ("max-autotune-no-cudagraphs", "cuda", 40, False),
     ("reduce-overhead", "cpu", 40, False)])
 def test_cuda_graphs_are_refused_under_gradient_accumulation(mode, device, micro_steps, refused):
-    setup = runtime.Setup(torch.device(device), torch.float32, True, mode)
+    setup = runtime.Setup(torch.device("cpu"), train.TrainConfig(compile_mode=mode))
     module = torch.nn.Linear(1, 1)
-    assert replace(setup, compile=False).compiled(module, micro_steps) is module
+    assert setup.compiled(module, micro_steps) is module
+    setup.device, setup.compile = torch.device(device), True
     with pytest.raises(UserError, match=mode) if refused else contextlib.nullcontext():
         setup.compiled(module, micro_steps)
 

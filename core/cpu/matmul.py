@@ -17,7 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from attention.function import once
 from attention.machine.system import bfloat16_units, cpu_name
-from core.loss import Head, Switch
+from core.loss import Head
 
 # oneDNN; only for four rows or more in decoding; or PyTorch's choice.
 Float32 = Literal["onednn", "few", "mkl"]
@@ -57,9 +57,10 @@ class OneDNNHead(Head):
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
         return linear(x, weight, None, self.float32, self.packed)
 
-    def matmul_switch(self, x: Tensor) -> Switch:
+    def loss(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         plain = x.dtype != torch.float32 or torch.is_autocast_enabled("cpu") or _compiling()
-        return nullcontext if plain or self.float32 != "onednn" else onednn
+        with nullcontext() if plain or self.float32 != "onednn" else onednn():
+            return super().loss(x, weight, targets)
 
 
 @contextmanager
