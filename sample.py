@@ -91,7 +91,7 @@ from attention.machine.system import synchronize
 from core.files import open_output, printable
 from core.runtime import explained, pick_device, show_log, why_not_compile
 from core.settings import UserError, user_errors
-from data.tokenizer import well_formed
+from data.schema import well_formed
 from inference import constrain, graphs, serve
 from inference.sampling import Options
 from inference.texts import default_prompt

@@ -75,13 +75,13 @@ class Run:
         model.gradient_checkpointing = config.gradient_checkpointing
         model.residual_autocast = setup.residual == "autocast"
         model.packed = config.document_mask  # positions count from a document's beginning
-        self.borders = data.loader.Documents.of(folder, meta) if model.packed else None
         self.optimizer = optimizer = build_optimizer(model, config, device, distributed.world_size)
         torch.manual_seed(config.seed + distributed.rank)  # dropout differs between processes
         V = model.config.vocab_size
-        self.splits = splits = {s: data.load(folder, s, T, V) for s in ("train", "val")}
+        self.splits = {s: data.load(folder, s, T, V, model.packed) for s in ("train", "val")}
         # Identifies the evaluation: best losses of others do not compare.
-        evaluation = data.loader.fingerprint(splits["val"], T, config.eval_iters, config.batch_size)
+        val = self.splits["val"]
+        evaluation = data.loader.fingerprint(val, T, config.eval_iters, config.batch_size)
         self.scaler = scaler = setup.scaler()
         done = checkpoint.Progress(evaluated=not config.eval_on_start)
         if config.init_from == "resume":
@@ -176,7 +176,7 @@ def loop(run: Run, meter: Meter, stop: Stop) -> bool:
     warm = run.step + (5 if run.setup.compile else 2)  # the first steps compile and allocate
     found_inf = torch.zeros((), device=device)  # 1: a loss or gradient is not finite
     batches = data.Batches(run.splits["train"], config.block_size, config.global_batch, config.seed,
-                           device, run.borders, (run.step, run.sequences_seen))  # fmt: skip
+                           device, (run.step, run.sequences_seen))  # fmt: skip
     runtime.settle(device)
     meter.restart(run.step, timed=False)
     # x and y (B, T), and with a mask (B, T): where each token's document begins.
@@ -253,7 +253,7 @@ def evaluate(run: Run, metrics: Metrics | None = None, stop: Stop | None = None)
         for split, tokens in run.splits.items():
             batches = data.eval_batches(
                 tokens, config.block_size, config.eval_iters, config.batch_size,
-                *distributed.data, run.setup.device, run.borders)  # fmt: skip
+                *distributed.data, run.setup.device)  # fmt: skip
             total = torch.zeros((), device=distributed.device)
             targets = torch.zeros((), dtype=torch.int64, device=distributed.device)
             for batch in batches:

@@ -1,6 +1,5 @@
 """Prepare datasets (prepare.py), and read them (loader.py)."""
 
-from data.loader import Batches, bits_per_byte, eval_batches, find, load, padded, read_meta
+from data.loader import Batches, Tokens, bits_per_byte, eval_batches, find, load, padded, read_meta
 from data.prepare import DATASETS, PrepareConfig, prepare
-from data.shards import Tokens
 from data.tokenizer import CharTokenizer, FileTokenizer, GPT2Tokenizer, Tokenizer, from_meta, same

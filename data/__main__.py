@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import sys
 
-from core.settings import UserError, exit_on_user_error, read
-from data.prepare import DATASETS, PrepareConfig, prepare
+from core.settings import exit_on_user_error, read
+from data.prepare import PrepareConfig, prepare
 
 
 def main(argv: list[str]) -> int:
     config = read(PrepareConfig, argv, positional="dataset").settings
-    if config.dataset is None:
-        raise UserError(f"name a dataset: python -m data {{{','.join(DATASETS)}}}")
-    prepare(config.dataset, config)
+    prepare(config.dataset or "", config)
     return 0
 
 

@@ -1,14 +1,17 @@
-"""Batches of tokens, a pure function of (seed, step, split).
+"""Datasets on disk, and batches of their tokens, a pure function of (seed, step, split).
 
-Each process takes a slice of a step's sequences. An epoch visits each window of block_size tokens
-once, in random order, from a random offset.
+An epoch visits each window of block_size tokens once, in random order, from a random offset. Files
+have ids in uint16 (ours also uint32); those of llm.c and modded-nanogpt after 256 int32: 20240520,
+1, the number of tokens. Other programs' files are checked at each read.
 """
 
 from __future__ import annotations
 
+import glob
 import math
 import os
 import pickle
+import stat
 import zlib
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -22,15 +25,19 @@ import numpy as np
 from core.background import map_ahead
 from core.files import command
 from core.settings import UserError, first_line
-from data.documents import DATASETS
-from data.schema import FileError, Json, Meta, read_json
-from data.shards import SAMPLE, Tokens, why_not_uint16
+from data.schema import FileError, Json, Meta, read_json, reading
+from data.sources import DATASETS
 from data.tokenizer import GPT2Tokenizer
 
 if TYPE_CHECKING:  # `python -m data` needs no torch
     import torch
-    from torch import Tensor
 
+    Batch = tuple[torch.Tensor, ...]
+
+MAGIC, VERSION = 20240520, 1
+HEADER = 256  # int32
+SAMPLE = 2**17  # bytes
+OTHERS = {b"\x93NUMPY": "a .npy file", MAGIC.to_bytes(4, "little"): "a shard of llm.c"}
 SCAN = 2**16  # tokens
 
 
@@ -104,9 +111,68 @@ def bits_per_byte(meta: Json, nats: float, split: str = "val") -> float | None:
     return nats / math.log(2) * tokens / size if size else None
 
 
-def load(folder: str | Path, split: str, block_size: int, vocab_size: int) -> Tokens:
-    """The tokens of a split, (N,) uint16 or uint32, mapped. Raises UserError: too short for
-    block_size; an id >= vocab_size (of more than 2**24 tokens in 256 places, others when read)."""
+@dataclass(eq=False)
+class Tokens:
+    """Files as one mapped array of tokens: len() and slices."""
+
+    files: list[Json]  # schema.Shard
+    dtype: np.dtype
+    vocab_size: int
+    documents: tuple[int, bool] | None  # eot and begins of document_starts()
+    again: str  # advice if a file has changed
+
+    def __post_init__(self) -> None:
+        self.begins = np.cumsum([0, *(file["tokens"] for file in self.files)])
+        self.maps: list[np.ndarray] = []
+        for file in self.files:
+            self._check(file)
+            with reading(file["path"]):
+                where = {"offset": file["skip"], "shape": file["tokens"]}
+                mapped = np.memmap(file["path"], self.dtype, "r", **where)
+            self.maps.append(np.asarray(mapped))
+
+    def __len__(self) -> int:
+        return int(self.begins[-1])
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        start, stop, _ = part.indices(len(self))
+        found: list[np.ndarray] = []
+        while start < stop:
+            i = self._file(start)
+            if "mtime_ns" in self.files[i]:  # not our own
+                self._check(self.files[i])
+            begin, end = self.begins[i : i + 2].tolist()
+            found.append(self.maps[i][start - begin : stop - begin])
+            start = end
+        return found[0] if len(found) == 1 else np.concatenate([np.empty(0, self.dtype), *found])
+
+    def place(self, i: int) -> str:
+        file = self._file(i)
+        return f"{self.files[file]['path']}, token {i - int(self.begins[file]):,}"
+
+    def _file(self, i: int) -> int:
+        return int(np.searchsorted(self.begins, i, side="right")) - 1
+
+    def _check(self, file: Json) -> None:
+        path, size = file["path"], file["skip"] + self.dtype.itemsize * file["tokens"]
+        try:
+            found = os.stat(path)
+        except (OSError, ValueError) as e:  # ValueError: no name of a file
+            raise FileError(f"{path}: {getattr(e, 'strerror', e)}; {self.again}") from e
+        if stat.S_ISDIR(found.st_mode):
+            raise FileError(f"{path} is a folder, expected a file")
+        if found.st_size != size:
+            why = f"expected {size:,} bytes, got {found.st_size:,}"
+            raise FileError(f"{path}: {why}; {self.again}")
+        if file.get("mtime_ns", found.st_mtime_ns) != found.st_mtime_ns:
+            raise FileError(f"{path} has changed since the dataset was made; {self.again}")
+
+
+def load(folder: str | Path, split: str, block_size: int, vocab_size: int,
+         documents: bool = False) -> Tokens:  # fmt: skip
+    """The tokens of a split, (N,) uint16 or uint32, mapped; batches get their documents' starts if
+    wanted. Raises UserError: too short for block_size; an id >= vocab_size (of more than 2**24
+    tokens in 256 places, others when read); no token ends a document."""
     meta, path = read_meta(folder), Path(folder) / f"{split}.bin"
     words = ["prepare.py"]
     if "dataset" in meta:
@@ -120,40 +186,86 @@ def load(folder: str | Path, split: str, block_size: int, vocab_size: int) -> To
         files = meta["shards"][split]
     if not all(file["tokens"] for file in files):
         raise FileError(f"{name} has no tokens; {again}")
-    tokens = Tokens(files, meta.get("dtype", "uint16"), again)
+    eot = meta["tokenizer"].get("eot")
+    if meta["tokenizer"]["name"] == GPT2Tokenizer.name:
+        (eot,) = GPT2Tokenizer.ends
+    if documents and eot is None:
+        raise FileError(f"--document_mask=True: {folder} has no token that ends a document")
+    borders = (eot, meta.get("eot_begins", False)) if documents else None
+    V = min(vocab_size, meta["vocab_size"])  # the model's is rounded up
+    dtype = np.dtype(meta.get("dtype", "uint16")).newbyteorder("<")
+    tokens = Tokens(files, dtype, V, borders, again)
     N = len(tokens)
     if "dtype" not in meta and (doubt := why_not_uint16(tokens[: SAMPLE // 2].tobytes())):
         raise FileError(f"{name}: expected uint16 ids, got {doubt}; {again}")
     if block_size + 1 > N:
         raise FileError(f"{name} has {N} tokens, fewer than --block_size={block_size} and a target")
-    tokens.vocab_size = min(vocab_size, meta["vocab_size"])  # the model's is rounded up
     places = np.linspace(0, max(0, N - SCAN), 256).astype(int)
-    if (largest := max(int(tokens[a : a + SCAN].max()) for a in places)) >= tokens.vocab_size:
-        raise FileError(f"{name} has token {largest}, but the vocabulary is {tokens.vocab_size}")
+    if (largest := max(int(tokens[a : a + SCAN].max()) for a in places)) >= V:
+        raise FileError(f"{name} has token {largest}, but the vocabulary is {V}")
     return tokens
 
 
-@dataclass(frozen=True)
-class Documents:
-    eot: int
-    begins: bool  # it begins a document, or ends it
+def why_not_uint16(start: bytes) -> str | None:
+    """What a file's first bytes are if not 2-byte ids: the upper halves of wider ids are 0 or
+    small, which no text has at every second place."""
+    for magic in filter(start.startswith, OTHERS):
+        return OTHERS[magic]
+    for size in (4, 8):
+        ids = np.frombuffer(start[: len(start) // size * size], "<u2").reshape(-1, size // 2)
+        low, high = ids[:, 0], ids[:, 1:].max(initial=0)
+        largest = low.max(initial=0)
+        varied = largest >= 2**15 if high else largest >= 16 or not low.all()
+        if len(ids) >= 8 and high < 4 and varied and (low > high).mean() > 0.5:
+            return f"ids of {size} bytes"
+    return None
 
-    @classmethod
-    def of(cls, folder: Path, meta: Json) -> Documents:
-        gpt2 = meta["tokenizer"]["name"] == GPT2Tokenizer.name
-        eot = GPT2Tokenizer.ends[0] if gpt2 else meta["tokenizer"].get("eot")
-        if eot is None:
-            raise FileError(f"--document_mask=True: {folder} has no token that ends a document")
-        return cls(eot, meta.get("eot_begins", False))
 
-    def starts(self, rows: np.ndarray) -> np.ndarray:
-        """Each token's document start in its row: (B, T) ids -> (B, T) int32."""
-        first = rows == self.eot
-        if not self.begins:
-            first[:, 1:] = first[:, :-1].copy()
-        places = np.arange(rows.shape[1], dtype=np.int32) * first
-        places[:, 0] = 0
-        return np.maximum.accumulate(places, axis=1)
+def _shard(path: str) -> Json:
+    """Another program's file as schema.Shard. Raises UserError."""
+    with reading(path), open(path, "rb") as f:
+        found, sample = os.fstat(f.fileno()), f.read(SAMPLE)
+    start = sample[: 4 * HEADER]
+    header, skip = np.frombuffer(start[: len(start) // 4 * 4], "<i4").tolist(), 0
+    want, got = "uint16 tokens", why_not_uint16(sample)
+    # A damaged or other header: text has no such run of zeros.
+    if header[:1] == [MAGIC] or (len(header) == HEADER and not any(header[3:])):
+        if header[:2] != [MAGIC, VERSION] or len(header) < HEADER:
+            want = f"a header of {HEADER} int32 that begins {MAGIC}, {VERSION}"
+            got = f"{header[:2]} in {len(start):,} bytes"
+            raise FileError(f"{path}: expected {want}; got {got}")
+        skip, got = len(start), None
+        want = f"{header[2]:,} tokens, as its header says"
+    tokens, rest = divmod(found.st_size - skip, 2)
+    if rest or not tokens or (skip and tokens != header[2]):
+        got = why_not_uint16(sample[skip:]) or f"{found.st_size - skip:,} bytes of tokens"
+    if got:
+        raise FileError(f"{path}: expected {want}; got {got}")
+    return {"path": path, "mtime_ns": found.st_mtime_ns, "skip": skip, "tokens": tokens}
+
+
+def shard_paths(source: str) -> list[str]:
+    pattern = os.path.join(glob.escape(source), "*.bin") if os.path.isdir(source) else source
+    return sorted(glob.glob(pattern))
+
+
+def shards_meta(source: str | None) -> Json:
+    """Files and tokens of a pattern or folder ("val" in the name: validation). Raises UserError."""
+    if source is None:
+        raise FileError("shards needs --source=PATTERN, as --source='fineweb_*.bin'")
+    found: dict[str, list[Json]] = {"train": [], "val": []}
+    for path in shard_paths(source):
+        split = "val" if "val" in Path(path).name else "train"
+        found[split].append(_shard(os.path.abspath(path)))
+    for split, what in ("train", "for training"), ("val", "for validation (with val in its name)"):
+        if not found[split]:
+            raise FileError(f"--source={source}: no file {what}")
+    files = found["train"] + found["val"]
+    begins = files[0]["skip"] > 0  # llm.c's
+    if odd := [file["path"] for file in files if (file["skip"] > 0) != begins]:
+        raise FileError(f"only one of {files[0]['path']} and {odd[0]} has a header")
+    tokens = {split: sum(file["tokens"] for file in files) for split, files in found.items()}
+    return {"dtype": "uint16", "tokens": tokens, "shards": found, "eot_begins": begins}
 
 
 @dataclass(eq=False)
@@ -165,8 +277,7 @@ class Batches:
     global_batch: int  # of all processes
     seed: int
     device: str | torch.device = "cpu"
-    documents: Documents | None = None  # adds their starts
-    seen: tuple[int, int] = (0, 0)  # steps, sequences until now
+    seen: tuple[int, int] = (0, 0)  # steps and sequences before it
 
     @property
     def windows(self) -> int:
@@ -182,15 +293,13 @@ class Batches:
         epochs = np.unique(k // n).tolist()
         return np.concatenate([_epoch(self.seed, e, *sizes)[k[k // n == e] % n] for e in epochs])
 
-    def get(self, step: int, rank: int = 0, world: int = 1) -> tuple[Tensor, ...]:
+    def get(self, step: int, rank: int = 0, world: int = 1) -> Batch:
         """This process's sequences and targets, (n, T) int64; with documents their starts, int32.
         n: global_batch / world, rounded up for low ranks."""
         mine = np.array_split(self.starts(step), world)[rank]
-        return _gather(self.tokens, self.block_size, mine, self.device, self.documents)
+        return _gather(self.tokens, self.block_size, mine, self.device)
 
-    def prefetch(
-        self, start: int, stop: int, rank: int = 0, world: int = 1
-    ) -> Iterator[tuple[Tensor, ...]]:
+    def prefetch(self, start: int, stop: int, rank: int = 0, world: int = 1) -> Iterator[Batch]:
         """Yield get(start) to get(stop - 1); on a GPU threads prepare two."""
         get, steps = lambda step: self.get(step, rank, world), range(start, stop)
         return map(get, steps) if str(self.device) == "cpu" else map_ahead(get, steps, 3)
@@ -203,9 +312,9 @@ def _epoch(seed: int, epoch: int, n_tokens: int, block_size: int, windows: int) 
     return offset + block_size * random.permutation(windows)
 
 
-def eval_batches(tokens: Tokens, block_size: int, batches: int, batch_size: int, rank: int = 0,
-                 world: int = 1, device: str | torch.device = "cpu",
-                 documents: Documents | None = None) -> Iterator[tuple[Tensor, ...]]:  # fmt: skip
+def eval_batches(tokens: Tokens, block_size: int, batches: int, batch_size: int,
+                 rank: int = 0, world: int = 1, device: str | torch.device = "cpu"
+                 ) -> Iterator[Batch]:  # fmt: skip
     """Yield evenly spaced windows, always the same, as Batches.get() returns them.
 
     A process takes every world-th batch. Fillers (targets IGNORE) make shapes and counts equal.
@@ -217,8 +326,7 @@ def eval_batches(tokens: Tokens, block_size: int, batches: int, batch_size: int,
     for first in range(0, n, world * batch_size):
         mine = starts[first + rank * batch_size :][:batch_size]
         fillers = np.repeat(starts[:1], batch_size - len(mine))
-        filled = np.concatenate([mine, fillers])
-        batch = _gather(tokens, block_size, filled, device, documents)
+        batch = _gather(tokens, block_size, np.concatenate([mine, fillers]), device)
         batch[1][len(mine) :] = IGNORE
         yield batch
 
@@ -231,21 +339,18 @@ def fingerprint(tokens: Tokens, block_size: int, batches: int, batch_size: int) 
     return crc
 
 
-def _gather(
-    tokens: Tokens, T: int, starts: np.ndarray, device: str | torch.device,
-    documents: Documents | None,
-) -> tuple[Tensor, ...]:  # fmt: skip
+def _gather(tokens: Tokens, T: int, starts: np.ndarray, device: str | torch.device) -> Batch:
     import torch
 
     cut = np.stack([tokens[start : start + T + 1] for start in starts.tolist()])
-    vocab_size = getattr(tokens, "vocab_size", None)
-    if vocab_size is not None and (largest := int(cut.max(initial=0))) >= vocab_size:
-        row, column = np.argwhere(cut == largest)[0].tolist()
-        at = tokens.place(int(starts[row]) + column)
-        raise FileError(f"{at} is {largest}, but the vocabulary is {vocab_size}")
     arrays = [(cut[:, :-1], torch.int64), (cut[:, 1:], torch.int64)]
-    if documents:
-        arrays.append((documents.starts(cut[:, :-1]), torch.int32))
+    if isinstance(tokens, Tokens):
+        if (largest := int(cut.max(initial=0))) >= tokens.vocab_size:
+            row, column = np.argwhere(cut == largest)[0].tolist()
+            at = tokens.place(int(starts[row]) + column)
+            raise FileError(f"{at} is {largest}, but the vocabulary is {tokens.vocab_size}")
+        if tokens.documents:
+            arrays.append((document_starts(cut[:, :-1], *tokens.documents), torch.int32))
     cuda = torch.device(device).type == "cuda"
     batch = []
     # Threads start on device 0, where pinning would create a second context.
@@ -255,3 +360,14 @@ def _gather(
             t.numpy()[...] = array  # torch would start threads
             batch.append(t.to(device, non_blocking=cuda))
     return tuple(batch)
+
+
+def document_starts(rows: np.ndarray, eot: int, begins: bool) -> np.ndarray:
+    """Each token's document start in its row: (B, T) ids -> (B, T) int32. begins: eot begins a
+    document, not ends it."""
+    first = rows == eot
+    if not begins:
+        first[:, 1:] = first[:, :-1].copy()
+    places = np.arange(rows.shape[1], dtype=np.int32) * first
+    places[:, 0] = 0
+    return np.maximum.accumulate(places, axis=1)

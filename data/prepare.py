@@ -13,7 +13,6 @@ import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, fields
-from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,10 +23,10 @@ from pydantic import Field, PositiveInt
 from core.background import map_ahead
 from core.files import locked, printable, refuse_link, write_at_once
 from core.settings import UserError, check_fields
-from data import documents, shards, sources
-from data.documents import DATASETS, HUB, Piece
-from data.loader import load
+from data import sources
+from data.loader import load, shard_paths, shards_meta
 from data.schema import FileError, Json, read_json, reading, record
+from data.sources import DATASETS, HUB
 from data.tokenizer import CharTokenizer, FileTokenizer, GPT2Tokenizer, Tokenizer
 
 Fraction = Annotated[float, Field(gt=0, le=0.5)]
@@ -39,13 +38,9 @@ class PrepareConfig:
     chars, text, openwebtext, fineweb and shards."""
 
     dataset: str | None = None  # its name
-
-    # --- what to read ---
     source: str | None = None  # your text: a file or folder; or tinyshakespeare; shards: a pattern
     text_key: str = "text"  # the field with the text in .jsonl and on the hub
     limit: PositiveInt | None = None  # documents to take at most (None: all)
-
-    # --- what to make of it ---
     tokenizer: str | None = None  # a model's folder or tokenizer.json (None: GPT-2's)
     val_fraction: Fraction | None = None  # part for validation (None: 0.1, web data 0.0005)
     out_dir: str | None = None  # where to write (None: data/NAME)
@@ -55,22 +50,15 @@ class PrepareConfig:
     def __post_init__(self) -> None:
         check_fields(self)
 
-    def read_tokenizer(self) -> Tokenizer:
-        if self.tokenizer is None:
-            return GPT2Tokenizer()
-        if (tokenizer := FileTokenizer.read(Path(self.tokenizer))) is None:
-            raise FileError(f"--tokenizer={self.tokenizer}: expected tokenizer.json or its folder")
-        return tokenizer
-
 
 def prepare(dataset: str, config: PrepareConfig) -> None:
     """Nothing is written if the dataset is there. Raises UserError."""
     if dataset not in DATASETS:
         known = f"{', '.join(DATASETS)}; your text: python -m data text --source=PATH"
-        raise FileError(f"unknown dataset {dataset!r}; known: {known}")
+        raise FileError(f"dataset {dataset!r}: expected one of {known}")
     out_dir = Path(config.out_dir or Path(__file__).parent / dataset)
     named = printable(out_dir)
-    made_from = _made_from(dataset, config)
+    made_from, tokenizer = _made_from(dataset, config)
     if _is_prepared(out_dir, made_from, config.force):
         print(f"{named} is already prepared (--force prepares it again)")
         return
@@ -81,11 +69,11 @@ def prepare(dataset: str, config: PrepareConfig) -> None:
             shutil.rmtree(new, ignore_errors=True)
             new.mkdir()
             if dataset == "shards":
-                tokenizer, found = config.read_tokenizer(), shards.meta(config.source)
+                found = shards_meta(config.source)
             elif dataset == "chars" or dataset.startswith("shakespeare"):
-                tokenizer, found = _write_text(dataset, config, new)
+                tokenizer, found = _write_text(dataset, config, tokenizer, new)
             else:
-                tokenizer, found = _write_documents(dataset, config, new)
+                found = _write_documents(dataset, config, tokenizer, new)
             train, val = found["tokens"].values()
             if min(train, val) < 2:
                 raise FileError(f"{config.source or dataset} is too short ({train + val} tokens)")
@@ -108,8 +96,8 @@ def prepare(dataset: str, config: PrepareConfig) -> None:
     print(f"{named}: {counts}, {V:,} in vocabulary ({name})")
 
 
-def _made_from(dataset: str, config: PrepareConfig) -> Json:
-    """What determines the result."""
+def _made_from(dataset: str, config: PrepareConfig) -> tuple[Json, Tokenizer]:
+    """What determines the result, and the tokenizer if not of characters."""
     shaping = [f for f in fields(config) if f.name in set().union(*DATASETS.values())]
     options = {f.name: v for f in shaping if (v := getattr(config, f.name)) != f.default}
     if unused := options.keys() - DATASETS[dataset]:
@@ -117,19 +105,23 @@ def _made_from(dataset: str, config: PrepareConfig) -> Json:
         raise FileError(f"{dataset} does not support --{min(unused)}; it supports {allowed}")
     state, source = None, options.get("source")
     if dataset.startswith("shakespeare") and source in (None, "tinyshakespeare"):
-        state = None if source else sources.PLAYS_SHA256  # the text depends on the version
+        state = None if source else sources.SHA256["plays"]  # the text depends on the version
     elif source:
-        files = shards.paths(source) if dataset == "shards" else documents.source_files(source)
+        files = shard_paths(source) if dataset == "shards" else sources.source_files(source)
         options["source"] = os.path.abspath(source)
         with reading(source):  # a dangling link
             stats = [(os.path.relpath(f, source), os.stat(f)) for f in files]
         sizes = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
         state = sources.sha256(repr(sizes).encode())
-    if config.tokenizer is not None:
-        options["tokenizer"] = os.path.abspath(config.tokenizer)
-        content = json.dumps(config.read_tokenizer().to_meta(), sort_keys=True)
+    tokenizer: Tokenizer = GPT2Tokenizer()
+    if (named := config.tokenizer) is not None:
+        if (found := FileTokenizer.read(Path(named))) is None:
+            raise FileError(f"--tokenizer={named}: expected tokenizer.json or its folder")
+        tokenizer = found
+        options["tokenizer"] = os.path.abspath(named)
+        content = json.dumps(tokenizer.to_meta(), sort_keys=True)
         state = sources.sha256(f"{state} {content}".encode())
-    return {"dataset": dataset, "options": options, "source": state}
+    return {"dataset": dataset, "options": options, "source": state}, tokenizer
 
 
 def _is_prepared(out_dir: Path, made_from: Json, force: bool) -> bool:
@@ -155,15 +147,19 @@ def _is_prepared(out_dir: Path, made_from: Json, force: bool) -> bool:
     return bool(meta.get("source") == made_from["source"])
 
 
-def _write_text(dataset: str, config: PrepareConfig, folder: Path) -> tuple[Tokenizer, Json]:
+def dtype_for(vocab_size: int) -> np.dtype:
+    return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
+
+
+def _write_text(dataset: str, config: PrepareConfig, tokenizer: Tokenizer, folder: Path
+                ) -> tuple[Tokenizer, Json]:  # fmt: skip
     """The first 90 % of the characters are for training, as in nanoGPT."""
     files: list[Path] = []
-    read = documents.documents(dataset, config, files)
-    text = "\n".join(map("".join, read))
+    text = "\n".join(map("".join, sources.documents(dataset, config, files)))
     cut = int(len(text) * (1 - (config.val_fraction or 0.1)))
     parts = {"train": text[:cut], "val": text[cut:]}
-    char = dataset != "shakespeare"
-    tokenizer = CharTokenizer(sorted(set(text))) if char else config.read_tokenizer()
+    if char := dataset != "shakespeare":
+        tokenizer = CharTokenizer(sorted(set(text)))
     tokenizer.begin = ()  # hardly ever seen in training
     dtype = dtype_for(tokenizer.vocab_size)
     ids = {split: np.array(tokenizer.encode(part), dtype) for split, part in parts.items()}
@@ -172,13 +168,9 @@ def _write_text(dataset: str, config: PrepareConfig, folder: Path) -> tuple[Toke
     found: Json = {"dtype": dtype.name, "files": len(files)}
     found["bytes"] = {split: len(part.encode()) for split, part in parts.items()}
     found["tokens"] = {split: len(tokens) for split, tokens in ids.items()}
-    if char and min(map(len, ids.values())) > 1:
+    if char and min(found["tokens"].values()) > 1:
         found["baselines"] = baselines(ids["train"], ids["val"], tokenizer.vocab_size)
     return tokenizer, found
-
-
-def dtype_for(vocab_size: int) -> np.dtype:
-    return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
 
 
 def baselines(train: np.ndarray, val: np.ndarray, V: int) -> dict[str, float]:
@@ -195,32 +187,42 @@ def baselines(train: np.ndarray, val: np.ndarray, V: int) -> dict[str, float]:
     }
 
 
-def _write_documents(dataset: str, config: PrepareConfig, folder: Path) -> tuple[Tokenizer, Json]:
+def _write_documents(dataset: str, config: PrepareConfig, tokenizer: Tokenizer, folder: Path
+                     ) -> Json:  # fmt: skip
     """Tokenize in threads, in constant memory. Validation takes documents at even distances, and
     the last tokens of the others if too few."""
     fraction = config.val_fraction or (0.0005 if dataset in HUB else 0.1)
-    tokenizer, workers = config.read_tokenizer(), config.workers or os.cpu_count() or 1
-    if tokenizer.eot is None:
+    eot = tokenizer.eot
+    if eot is None:
         how = 'name it in its tokenizer_config.json: {"eos_token": "..."}'
         raise FileError(f"--tokenizer={config.tokenizer}: no token ends a document; {how}")
     tokenizer.encode("")  # perhaps a download
     files: list[Path] = []
-    read = documents.documents(dataset, config, files)
-    texts = islice(read, config.limit)
+    texts = islice(sources.documents(dataset, config, files), config.limit)
     first = [*islice(texts, 2)]
     if len(first) < 2:
         tokenizer.begin = ()
     dtype = dtype_for(tokenizer.vocab_size)
-    batches = documents.pieces(chain(first, texts))
+
+    def encode(batch: list[tuple[int, str, int, int]]) -> list[tuple[int, np.ndarray, int]]:
+        done = []
+        for i, text, start, stop in batch:
+            ids = [*tokenizer.begin] if start == 0 else []
+            ids += tokenizer.encode_part(text, start, stop)
+            ids += [eot] if stop == len(text) else []
+            done.append((i, np.array(ids, dtype), len(text[start:stop].encode())))
+        return done
+
+    batches = sources.pieces(chain(first, texts))
     count, shown = 0, time.monotonic()
-    tokens, size = Counter[str](), Counter[str]()  # size: bytes of the text
+    tokens, size = Counter(train=0, val=0), Counter[str]()  # size: bytes of the text
     with (folder / "train.bin").open("wb") as train, (folder / "val.bin").open("wb") as val:
-        for batch in map_ahead(partial(_encode, tokenizer), batches, workers):
+        for batch in map_ahead(encode, batches, config.workers or os.cpu_count() or 1):
             for i, ids, n in batch:
                 split = "val" if int((i + 1) * fraction) > int(i * fraction) else "train"
-                (val if split == "val" else train).write(ids)
+                (val if split == "val" else train).write(ids.data)
                 count, size[split] = i + 1, size[split] + n
-                tokens[split] += len(ids) // dtype.itemsize
+                tokens[split] += len(ids)
             if time.monotonic() > shown + 10:
                 shown = time.monotonic()
                 done = f"{count:,} documents, {tokens.total():,} tokens"
@@ -233,31 +235,18 @@ def _write_documents(dataset: str, config: PrepareConfig, folder: Path) -> tuple
         size.update(train=-moved, val=moved)
         tokens.update(train=-missing, val=missing)
     found: Json = {"dtype": dtype.name, "files": len(files), "documents": count, "bytes": size}
-    return tokenizer, found | {"tokens": {split: tokens[split] for split in ("train", "val")}}
-
-
-def _encode(tokenizer: Tokenizer, batch: list[Piece]) -> list[tuple[int, bytes, int]]:
-    dtype, done = dtype_for(tokenizer.vocab_size), []
-    for i, text, *part in batch:
-        ends = tokenizer.begin if text == "" else [tokenizer.eot]
-        ids = tokenizer.encode_part(text, *part) if text else ends
-        size = len((text or "")[slice(*part)].encode())
-        done.append((i, np.array(ids, dtype=dtype).tobytes(), size))
-    return done
+    return found | {"tokens": tokens}
 
 
 def _move_tail(folder: Path, n: int, dtype: np.dtype, tokenizer: Tokenizer, size: int) -> int:
     """Move the last n tokens from train.bin (`size` bytes of text) to val.bin; return their bytes.
     Tokens may have other bytes than their text, as WordPiece's spaces or [UNK]: in proportion."""
     tokens = np.memmap(folder / "train.bin", dtype=dtype, mode="r")
-    keep, length = len(tokens) - n, np.array([len(text) for text in tokenizer.token_bytes()])
-    stay = move = 0
-    for first in range(0, len(tokens), 2**24):
-        here = length[tokens[first : first + 2**24]]
-        cut = max(0, keep - first)
-        stay += int(here[:cut].sum())
-        move += int(here[cut:].sum())
+    length = np.array([len(text) for text in tokenizer.token_bytes()])
+    places = range(0, len(tokens), 2**24)
+    total = sum(int(length[tokens[place : place + 2**24]].sum()) for place in places)
+    moved = sum(int(length[tokens[-n:][place : place + 2**24]].sum()) for place in places)
     with (folder / "val.bin").open("ab") as f:
-        tokens[keep:].tofile(f)
-    os.truncate(folder / "train.bin", dtype.itemsize * keep)
-    return size * move // max(1, stay + move)
+        tokens[-n:].tofile(f)
+    os.truncate(folder / "train.bin", dtype.itemsize * (len(tokens) - n))
+    return size * moved // max(1, total)

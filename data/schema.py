@@ -16,6 +16,7 @@ from core.files import printable
 from core.settings import UserError, first_line
 
 Json = dict[str, Any]
+_adapter = cache(TypeAdapter)
 
 
 def record(optional: Mapping[str, Any] = {}, **required: object) -> Any:
@@ -28,11 +29,10 @@ Count = Annotated[int, Field(ge=0, le=2**48)]
 Id = Annotated[int, Field(ge=0, le=2**32)]
 Text = Annotated[str, Field(min_length=0)]  # any constraint refuses halves of surrogate pairs
 Split = Literal["train", "val"]
-Characters = Annotated[list[Text], Field(min_length=1)]
 TokenizerMeta = record(
     name=Literal["char", "gpt2", "tokenizer.json"],  # older datasets lack ends and begin
-    optional={"vocabulary": Characters, "content": Text, "eot": Id | None, "ends": list[Id],
-              "begin": list[Id]})  # fmt: skip
+    optional={"vocabulary": Annotated[list[Text], Field(min_length=1)], "content": Text,
+              "eot": Id | None, "ends": list[Id], "begin": list[Id]})  # fmt: skip
 Shard = record(path=str, mtime_ns=int, skip=Count, tokens=Count)  # skip: bytes
 Sizes = dict[Split, Count]
 Shards = dict[Split, Annotated[list[Shard], Field(min_length=1)]]  # type: ignore[valid-type]
@@ -79,6 +79,6 @@ def valid(content: object, kind: object, origin: str) -> Json:
     return cast(Json, content)
 
 
-@cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
+def well_formed(text: str) -> str:
+    """Replace unpaired surrogates, which UTF-8 lacks, by U+FFFD."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

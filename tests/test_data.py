@@ -235,7 +235,7 @@ def test_a_source_is_fetched_once_and_its_hash_checked(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dataset, door, how", [
     ("shakespeare_char", "data.sources.urlopen", {"source": "tinyshakespeare"}),
-    ("fineweb", "datasets.load_dataset", {})])
+    ("fineweb", "huggingface_hub.HfApi.dataset_info", {})])
 def test_no_network(tmp_path: Path, dataset: str, door: str, how: Any, monkeypatch: Any) -> None:
     pytest.importorskip("datasets")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -303,7 +303,7 @@ def test_every_document_is_kept_whole(
         split = "val" if int((i + 1) * fraction) > int(i * fraction) else "train"
         splits[split] += [*begin, *made.encode(d), eot]
     total = sum(map(len, splits.values()))
-    with patch.multiple("data.documents", PIECE=64, OVERLAP=32):  # several pieces a document
+    with patch.multiple("data.sources", PIECE=64, OVERLAP=32):  # several pieces a document
         try:
             meta = run("text", folder / "out", source=str(source), tokenizer=tokenizer,
                        val_fraction=fraction)  # fmt: skip

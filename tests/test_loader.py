@@ -27,7 +27,7 @@ from core.background import map_ahead
 from core.loss import IGNORE
 from core.settings import UserError
 from data.__main__ import main
-from data.loader import Documents
+from data.loader import document_starts
 
 
 def tokens_up_to(n: int) -> np.ndarray:
@@ -245,7 +245,7 @@ rows = st.integers(1, 12).flatmap(
 @given(rows, st.booleans())
 @settings(max_examples=100, deadline=None)
 def test_the_documents_of_a_batch(rows: list[list[int]], begins: bool) -> None:
-    found = Documents(3, begins).starts(np.array(rows, np.uint16))
+    found = document_starts(np.array(rows, np.uint16), 3, begins)
     assert found.tolist() == [by_hand(row, 3, begins) for row in rows]
 
 
@@ -255,12 +255,12 @@ def test_the_documents_of_a_batch(rows: list[list[int]], begins: bool) -> None:
 def test_a_document_is_computed_as_if_it_were_alone(name: str, position: Any, begins: bool) -> None:
     """Positions begin at 0, and other documents' tokens change nothing."""
     model: Any = build(attention_backend=name, position=position, n_layer=2).eval()
-    model.packed, documents = True, Documents(EOT, begins)
+    model.packed = True
     idx = torch.randint(36, (2, 16), generator=torch.Generator().manual_seed(3))
     idx[(0, 0, 0, 1, 1, 1), (4, 5, 11, 0, 7, 15)] = EOT
 
     def starts_of(idx: torch.Tensor) -> torch.Tensor:
-        return torch.from_numpy(documents.starts(idx.numpy().astype(np.uint16)))
+        return torch.from_numpy(document_starts(idx.numpy().astype(np.uint16), EOT, begins))
 
     starts = starts_of(idx)
     logits = model(idx, segments=starts)[0]
@@ -307,19 +307,18 @@ def test_a_run_and_its_mfu(fw: Path, tmp_path: Path) -> None:
     assert straight.losses()[6] != two("b", document_mask=False).losses()[6]
 
     # By hand: each token sees its own document.
-    documents = Documents(50256, True)
-    tokens = data.load(fw / "fw", "val", 16, 50257)
+    tokens = data.load(fw / "fw", "val", 16, 50257, documents=True)
     model: Any = checkpoint.load(checkpoint.latest(tmp_path / "a")).model().eval()
     model.packed = True
-    ((x, y, starts),) = data.eval_batches(tokens, 16, 1, 8, documents=documents)
+    ((x, y, starts),) = data.eval_batches(tokens, 16, 1, 8)
     assert starts.tolist() == [by_hand(row, 50256, True) for row in x.tolist()]
     with torch.no_grad():
         loss = float(model(x, y, starts)[1])
     assert straight.evaluations()[6][1] == pytest.approx(loss, rel=1e-5)
 
     # mfu counts all pairs, mfu_causal the visible ones.
-    batches = data.Batches(data.load(fw / "fw", "train", 16, 50257), 16, 8, 1337,
-                           documents=documents)  # fmt: skip
+    tokens = data.load(fw / "fw", "train", 16, 50257, documents=True)
+    batches = data.Batches(tokens, 16, 8, 1337)
     i, N, want = torch.arange(16), model.get_num_params(), {}
     for step in seen(tmp_path / "a"):
         starts = batches.get(step - 1)[2]

@@ -234,7 +234,7 @@ def test_a_model_without_a_tokenizer_has_gpt2s(tmp_path, monkeypatch):
         ranks[bytes([(i - 256) // 256, (i - 256) % 256])] = i
     encoding = tiktoken.Encoding("pairs", pat_str=r"(?s).+", mergeable_ranks=ranks,
                                  special_tokens={"<|endoftext|>": 50256})
-    monkeypatch.setattr("data.tokenizer._gpt2_encoding", lambda: encoding)
+    monkeypatch.setattr(data.GPT2Tokenizer, "bpe", encoding)
     path = gpt2_like(tmp_path / "ckpt.pt")
     words = [f"--init_from={path}", "--max_new_tokens=30", "--top_k=none", "--temperature=1.5",
              "--start=Grüße"]
