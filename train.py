@@ -10,6 +10,7 @@ docs/TRAIN.md says what a run writes. Read train_step() first, then loop(), then
 from __future__ import annotations
 
 import math
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -31,7 +32,7 @@ from torch import Tensor
 import checkpoint
 import data
 from core import flops, parallel, profile, runtime
-from core.files import printable
+from core.files import locked, printable
 from core.loss import IGNORE
 from core.metrics import Meter, Metrics
 from core.optimizer import about, build_optimizer, schedule_warnings, set_learning_rate, update
@@ -83,12 +84,11 @@ class Run:
         val = self.splits["val"]
         evaluation = data.loader.fingerprint(val, T, config.eval_iters, config.batch_size)
         self.scaler = scaler = setup.scaler()
-        done = checkpoint.Progress(evaluated=not config.eval_on_start)
-        if config.init_from == "resume":
-            done = checkpoint.restore_run(config, model, optimizer, scaler, distributed, evaluation)
-        self.step = self.saved_step = done.step  # steps done, and in the newest checkpoint
-        self.sequences_seen = done.sequences_seen
-        self.evaluated = done.evaluated  # False: this step's evaluation is to come
+        self.saver = checkpoint.Saver(config, distributed, meta["tokenizer"], evaluation)
+        restored = self.saver.restore(model, optimizer, scaler)
+        # evaluated: False if this step's evaluation is to come.
+        self.step, self.sequences_seen, self.evaluated = restored
+        self.saved_step = self.step  # of the newest checkpoint
         self.val_loss: float | None = None
         phase = {"dtype": config.dtype, "compiled": setup.compile, "segments": model.packed}
         self.attention = model.plan(config.batch_size, distributed, **phase)[0].chosen  # layer 0's
@@ -102,9 +102,6 @@ class Run:
         about_model = f"model: {n:,} parameters (for MFU {counted:,}); dataset {printable(folder)}"
         lines = [*setup.report(distributed.world_size), *about(optimizer)]
         distributed.say("\n".join([*lines, f"{about_model}, {tokenizer}"]))
-        self.saver = checkpoint.Saver(
-            config.out_dir, config.keep_checkpoints, distributed, config.async_checkpoint,
-            *done.best, evaluation)  # fmt: skip
 
 
 # ----------------------------------------------------------------------------- the loop
@@ -113,7 +110,8 @@ class Run:
 def main(argv: list[str]) -> int:
     loaded = read(TrainConfig, argv, ignored=IGNORED)
     runtime.show_log()
-    with checkpoint.locked(loaded.settings):
+    writes = os.environ.get("RANK", "0") == "0" and not loaded.settings.eval_only
+    with locked(Path(loaded.settings.out_dir)) if writes else nullcontext():
         if loaded.settings.init_from == "resume":
             loaded = checkpoint.resumed(loaded)
         config = loaded.settings
@@ -235,9 +233,8 @@ def loop(run: Run, meter: Meter, stop: Stop) -> bool:
 def save(run: Run, val_loss: float | None) -> None:
     """Write a checkpoint; val_loss: of this step, if evaluated."""
     run.saver.save(
-        run.model, run.optimizer, run.scaler, asdict(run.config), run.meta["tokenizer"],
-        step=run.step, val_loss=val_loss, sequences_seen=run.sequences_seen,
-        attention_backend=run.attention.backend.name,
+        run.model, run.optimizer, run.scaler, step=run.step, val_loss=val_loss,
+        sequences_seen=run.sequences_seen, attention_backend=run.attention.backend.name,
         attention_kernels=list(run.attention.kernels))  # fmt: skip
     run.saved_step = run.step
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 
 import data
 from checkpoint import store
-from checkpoint.convert import save_hf
+from checkpoint.families import save_hf, write_config
 from checkpoint.store import Checkpoint
 from core.files import printable
 from core.settings import Texts, exit_on_user_error, read, user_errors
@@ -60,26 +60,27 @@ def main(argv: list[str]) -> int:
 
 
 def export(model: GPT, saved: Checkpoint, folder: Path) -> None:
+    kind, train = write_config(model.config)["model_type"], saved.settings["train"]
     with user_errors(f"{saved.folder}: "):
         tokenizer = data.from_meta(saved.settings["tokenizer"])
+    if kind == "qwen2" and not isinstance(tokenizer, data.FileTokenizer):
+        # It ignores the pre-tokenizer of tokenizer.json: other ids, without a warning.
+        raise FileError("--bias=qkv (qwen2) needs Qwen's tokenizer: transformers uses no other")
     eot, content, ends = tokenizer.eot, tokenizer.to_json(), [*tokenizer.ends]
     bos = next(iter(tokenizer.begin), eot)
     ids: Json = {"bos_token_id": bos, "eos_token_id": ends if ends[1:] else eot}
-    config = save_hf(_cropped(model, tokenizer.vocab_size), folder, **ids)
-    if config["model_type"] == "qwen2" and not isinstance(tokenizer, data.FileTokenizer):
-        # It ignores the pre-tokenizer of tokenizer.json: other ids, without a warning.
-        raise FileError("--bias=qkv (qwen2) needs Qwen's tokenizer: transformers uses no other")
+    save_hf(model, folder, tokenizer.vocab_size, **ids)
     store.save_json(content, folder / "tokenizer.json")
     special = {token["id"]: token["content"] for token in content["added_tokens"]}
-    names = {"bos_token": special.get(bos), "eos_token": special.get(eot)}
-    unknown = content["model"].get("unk_token")  # ctranslate2 expects one
-    names["unk_token"] = unknown if unknown in special.values() else special.get(eot)
     tokens = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": model.config.block_size,
         "clean_up_tokenization_spaces": False,
-        **{k: name for k, name in names.items() if name is not None},
     }
+    unknown = content["model"].get("unk_token")  # ctranslate2 expects one
+    names = {"bos_token": special.get(bos), "eos_token": special.get(eot)}
+    names["unk_token"] = unknown if unknown in special.values() else special.get(eot)
+    tokens |= {name: token for name, token in names.items() if token is not None}
     store.save_json(tokens, folder / "tokenizer_config.json")
     ids |= {"do_sample": True, "max_new_tokens": 100}  # else a server ignores the temperature
     if tokenizer.unused:
@@ -87,30 +88,19 @@ def export(model: GPT, saved: Checkpoint, folder: Path) -> None:
     store.save_json(ids, folder / "generation_config.json")
     loss = saved.state.get("val_loss")
     evaluated = "not known" if loss is None else f"{loss:.4f} nats a token"
-    dataset = saved.settings["train"].get("dataset")
     card = f"""---
 library_name: transformers
 pipeline_tag: text-generation
 ---
 
-A {config["model_type"]} model of {model.get_num_params(False):,} parameters, trained with nanoattn
-on `{dataset}` for {saved.step:,} steps. Validation loss: {evaluated}.
+A {kind} model of {model.get_num_params(False):,} parameters, trained with nanoattn
+on `{train.get("dataset")}` for {saved.step:,} steps. Validation loss: {evaluated}.
 
 ```json
 {json.dumps(saved.settings["model"], indent=1)}
 ```
 """
     (folder / "README.md").write_text(card, encoding="utf-8")
-
-
-def _cropped(model: GPT, vocab_size: int) -> GPT:
-    if vocab_size >= model.config.vocab_size:
-        return model
-    small = GPT(replace(model.config, vocab_size=vocab_size))
-    rows = ("transformer.wte.weight", "lm_head.weight")
-    weights = {k: t[:vocab_size] if k in rows else t for k, t in model.state_dict().items()}
-    small.load_state_dict(weights)
-    return small
 
 
 if __name__ == "__main__":

@@ -1,26 +1,33 @@
-"""transformers' models that GPT can be: config.json, and names of weights.
-
-gpt2      GPT-2
-llama     Llama 1 to 3.2, SmolLM2
-mistral   llama with one window
-qwen2     llama with biases of q, k, v, and a window in some layers
-qwen3     llama with qk_norm, and a window in some layers
+"""Models of other programs: nanoGPT's ckpt.pt, and transformers' gpt2, llama (1 to 3.2, SmolLM2),
+mistral (a window), qwen2 (biases of q, k, v) and qwen3 (qk_norm), both with windows in some layers.
 """
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
+from attention import Policy
+from checkpoint import store
 from core.files import printable
-from core.settings import UserError, from_dict
-from data.schema import FileError, Json
+from core.settings import UserError, first_line, from_dict
+from data.schema import FileError, Json, read_json, record, valid
+from data.tokenizer import ENDS_IN, OTHER_FILES, FileTokenizer, GPT2Tokenizer
 from model import GPT, GPTConfig
 
+HUB_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
+WEIGHTS = "model.safetensors"
+SHARD = 5_000_000_000  # bytes of a file
+NanoGPT = record(model=Json, model_args=Json)
+Listed = record(weight_map=dict[str, str])
 GELUS = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "exact"}
 SIZES = {  # GPTConfig's field -> config.json's
     "gpt2": {"n_layer": "n_layer", "n_head": "n_head", "n_embd": "n_embd",
@@ -55,12 +62,121 @@ ASSUMED: dict[str, Json] = {
     "qwen2": {"sliding_window": 4096, "num_key_value_heads": 32},
     "qwen3": {"sliding_window": 4096, "num_key_value_heads": 32, "head_dim": 128},
 }
-# Fields with one supported value.
-FIXED: Json = {
-    "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "hidden_act": "silu",
-    "attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 1, "pretraining_tp": 1,
-    "rope_interleaved": False, "quantization_config": None, "add_cross_attention": False,
+# Supported values, or None.
+FIXED: dict[str, tuple[Any, ...]] = {
+    "activation_function": (*GELUS,), "scale_attn_weights": (True,), "mlp_bias": (False,),
+    "scale_attn_by_inverse_layer_idx": (False,), "hidden_act": ("silu",), "pretraining_tp": (1,),
+    "attention_bias": (False,), "partial_rotary_factor": (1,), "rope_interleaved": (False,),
+    "quantization_config": (None,), "add_cross_attention": (False,),
 }  # fmt: skip
+
+
+def _load_nanogpt(path: str, policy: Policy, **changes: object) -> GPT:
+    """Load a nanoGPT ckpt.pt. Raises UserError."""
+    file, origin = Path(path), f"{path} is not nanoGPT's, with model and model_args"
+    saved = valid(store.read_file(file.parent, file.name, store.load_torch), NanoGPT, origin)
+    fields = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout")
+    sizes = {f: saved["model_args"][f] for f in fields if f in saved["model_args"]}
+    config = from_dict(GPTConfig, {**sizes, **changes}, path)
+    prefix = r"((_orig_mod|module)\.)*"  # of torch.compile and DDP
+    weights = {re.sub(prefix, "", name, count=1): t for name, t in saved["model"].items()}
+    derived = (*MASKS, "lm_head.weight")
+    weights = {name: t for name, t in weights.items() if not name.endswith(derived)}
+    return store.new_model(config, policy, path, weights)
+
+
+def init_model(source: str, policy: Policy = Policy(), **changes: object) -> GPT:
+    """Load a checkpoint, a run, a ckpt.pt, or as load_hf()."""
+    if Path(source).is_file():
+        return _load_nanogpt(source, policy, **changes)
+    if own := store.own_checkpoint(source):
+        return store.load(own).model(policy, **changes)
+    return load_hf(source, policy, **changes)
+
+
+def tokenizer_meta(source: str) -> Json | None:
+    """The tokenizer of init_model()'s source, or None. Raises UserError."""
+    if own := store.own_checkpoint(source):
+        return store.load(own).settings["tokenizer"]
+    if Path(source).is_file():
+        return None
+    if not Path(source).is_dir() and source in HUB_NAMES:
+        return {"name": GPT2Tokenizer.name}
+    found = FileTokenizer.read(folder_of(source))
+    return None if found is None else found.to_meta()
+
+
+def trained_on(source: str) -> str | None:
+    """The dataset's name, if known."""
+    file = Path(source)
+    match store.read_file(file.parent, file.name, store.load_torch) if file.is_file() else None:
+        case {"config": {"dataset": str(name)}}:
+            return name
+    return None
+
+
+def load_hf(source: str, policy: Policy = Policy(), **changes: object) -> GPT:
+    """Load a folder of transformers or a hub model ("gpt2-xl", "owner/name"). Raises UserError."""
+    folder = folder_of(source)
+    saved = store.read_file(folder, "config.json", lambda path: read_json(path, Json))
+    config = read_config(saved, source, **changes)
+    files, index = {WEIGHTS}, f"{WEIGHTS}.index.json"
+    if (folder / index).exists():
+        listed = store.read_file(folder, index, lambda path: read_json(path, Listed))
+        files = {Path(name).name for name in listed["weight_map"].values()}
+    if any(folder.glob("pytorch_model*.bin")) and not any(folder.glob("*.safetensors")):
+        raise FileError(f"{source} has weights in *.bin, expected *.safetensors")
+    weights: dict[str, Tensor] = {}
+    for file in sorted(files):
+        weights |= store.read_file(folder, file, load_file)
+    return store.new_model(config, policy, source, read_weights(weights, config))
+
+
+def folder_of(source: str) -> Path:
+    """The folder, or a download from the hub. Raises UserError."""
+    if Path(source).is_dir():
+        return Path(source)
+    no_file = f"{source} is not a local folder or file"
+    owner = re.fullmatch(r"([\w.-]+)/[\w.-]+", source)
+    if source not in HUB_NAMES and (owner is None or Path(owner[1]).exists()):
+        raise FileError(f"{no_file}; models on the hub: {', '.join(HUB_NAMES)}, owner/name")
+    # The root logger would repeat its warnings.
+    logging.getLogger("huggingface_hub").propagate = False
+    files = ["model*.safetensors", f"{WEIGHTS}.index.json", "*config.json", "tokenizer.json"]
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(source, allow_patterns=[*files, *OTHER_FILES, *ENDS_IN]))
+    except (ImportError, OSError, ValueError) as e:
+        install = "; pip install huggingface_hub" * isinstance(e, ImportError)
+        raise FileError(f"{no_file}; download failed ({first_line(e)}){install}") from e
+
+
+def save_hf(model: GPT, folder: str | Path, vocab_size: int | None = None, **more: object) -> None:
+    """Write weights and config.json (with `more`), for the first vocab_size tokens. Raises
+    UserError."""
+    V = min(vocab_size or model.config.vocab_size, model.config.vocab_size)
+    gpt = replace(model.config, vocab_size=V)
+    config = {**write_config(gpt), **more}
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = ("transformer.wte.weight", "lm_head.weight")
+    own = {name: t[:V] if name in rows else t for name, t in model.state_dict().items()}
+    weights = write_weights(own, gpt, config["model_type"])
+    parts: list[dict[str, Tensor]] = [{}]
+    for name, tensor in weights.items():
+        if parts[-1] and sum(t.nbytes for t in (*parts[-1].values(), tensor)) > SHARD:
+            parts.append({})
+        parts[-1][name] = tensor
+    files, n = [WEIGHTS], len(parts)
+    if n > 1:
+        files = [f"model-{i:05d}-of-{n:05d}.safetensors" for i in range(1, n + 1)]
+        where = {name: file for file, part in zip(files, parts) for name in part}
+        size = {"total_size": sum(t.nbytes for t in weights.values())}
+        store.save_json({"metadata": size, "weight_map": where}, folder / f"{WEIGHTS}.index.json")
+    for file, part in zip(files, parts, strict=True):
+        store.save_weights(part, folder / file)
+    store.save_json(config, folder / "config.json")
 
 
 def read_config(saved: Any, source: str, **changes: object) -> GPTConfig:
@@ -70,29 +186,24 @@ def read_config(saved: Any, source: str, **changes: object) -> GPTConfig:
     if not isinstance(kind, str) or kind not in ASSUMED:
         raise FileError(f"{source} has model_type={kind!r}, expected one of {', '.join(ASSUMED)}")
     saved = ASSUMED[kind] | saved
-    for name, expected in FIXED.items():
-        if saved.get(name) not in (None, expected):
-            raise FileError(f"{source} has {name}={saved[name]!r}, expected {expected!r}")
+    for name, values in FIXED.items():
+        if saved.get(name) not in (None, *values):
+            expected = " or ".join(map(repr, values))
+            raise FileError(f"{source} has {name}={saved[name]!r}, expected {expected}")
     family = "gpt2" if kind == "gpt2" else "llama"
     if lacking := [name for name in SIZES[family].values() if name not in saved]:
         raise FileError(f"{source} lacks {', '.join(lacking)}")
     sizes = {ours: saved[theirs] for ours, theirs in SIZES[family].items()}
     try:
-        more = _from_gpt2(saved) if kind == "gpt2" else _from_llama(kind, saved)
+        more = _from_llama(kind, saved) if kind != "gpt2" else {
+            "bias": True, "gelu": GELUS.get(saved["activation_function"]),
+            "n_hidden": saved.get("n_inner"), "norm_eps": saved["layer_norm_epsilon"],
+            "tied": saved.get("tie_word_embeddings", True)}  # fmt: skip
     except UserError as e:
         raise FileError(f"{source} has {e}") from None
     except (TypeError, AttributeError, ValueError) as e:
         raise FileError(f"{source} has a value of another type ({e})") from e
     return from_dict(GPTConfig, {**sizes, **HAS[family], **more, **changes}, source)
-
-
-def _from_gpt2(saved: Json) -> Json:
-    if (gelu := saved["activation_function"]) not in GELUS:
-        raise FileError(f"activation_function={gelu!r}, expected {', '.join(GELUS)}")
-    return {
-        "bias": True, "gelu": GELUS[gelu], "n_hidden": saved.get("n_inner"),
-        "norm_eps": saved["layer_norm_epsilon"], "tied": saved.get("tie_word_embeddings", True),
-    }  # fmt: skip
 
 
 def _from_llama(kind: str, saved: Json) -> Json:
@@ -223,9 +334,9 @@ def read_weights(saved: Mapping[str, Tensor], config: GPTConfig) -> dict[str, Te
     return found | left  # reported as unknown
 
 
-def write_weights(model: GPT, kind: str) -> dict[str, Tensor]:
-    config, own = model.config, {name: t.detach().cpu() for name, t in model.state_dict().items()}
+def write_weights(own: Mapping[str, Tensor], config: GPTConfig, kind: str) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
+    own = {name: t.detach().cpu() for name, t in own.items()}
     if kind == "gpt2":
         for name, tensor in own.items():
             found[name] = tensor.t() if is_conv1d(name) else tensor
@@ -236,21 +347,19 @@ def write_weights(model: GPT, kind: str) -> dict[str, Tensor]:
         return found
     D, H, Hkv = config.head_dim, config.n_head, config.kv_heads
     for ours, theirs in _llama_names(config):
-        if (tensor := own.get(ours)) is not None:
-            rows = {1: [len(tensor)], 2: [config.hidden] * 2, 3: [H * D, Hkv * D, Hkv * D]}
-            found |= zip(theirs, tensor.split(rows[len(theirs)]), strict=True)
+        if ours in own:
+            rows = {1: [len(own[ours])], 2: [config.hidden] * 2, 3: [H * D, Hkv * D, Hkv * D]}
+            found |= zip(theirs, own[ours].split(rows[len(theirs)]), strict=True)
     return found
 
 
 def _llama_names(config: GPTConfig) -> Iterator[tuple[str, list[str]]]:
-    names: list[tuple[str, tuple[str, ...]]] = [*LLAMA_ENDS.items()]
-    for i in range(config.n_layer):
-        for ours, theirs in LLAMA_BLOCK.items():
-            in_layer = tuple(f"model.layers.{i}.{name}" for name in theirs)
-            names.append((f"transformer.h.{i}.{ours}", in_layer))
-    for ours, theirs in names:
-        for part in ("weight", "bias"):
-            yield f"{ours}.{part}", [f"{name}.{part}" for name in theirs]
+    layers = [(f"transformer.h.{i}.", f"model.layers.{i}.") for i in range(config.n_layer)]
+    for here, there in [("", ""), *layers]:
+        table = LLAMA_BLOCK if here else LLAMA_ENDS
+        for ours, theirs in table.items():
+            for part in (".weight", ".bias"):
+                yield here + ours + part, [there + name + part for name in theirs]
 
 
 def is_conv1d(name: str) -> bool:

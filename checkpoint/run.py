@@ -7,8 +7,8 @@ import os
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, fields, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from checkpoint import store
-from checkpoint.convert import init_model, tokenizer_meta, trained_on
+from checkpoint.families import init_model, tokenizer_meta, trained_on
 from checkpoint.store import Checkpoint
-from core import background, files, runtime
+from core import background, runtime
 from core.files import command, printable
 from core.optimizer import numbers, tensors
 from core.options import TrainConfig
@@ -38,11 +38,8 @@ SHAPE = ("n_layer", "n_head", "n_kv_head", "n_embd", "bias", "gelu", "position",
 def resume_command(out_dir: str, distributed: DistInfo) -> str:
     """Resume this run; before its first checkpoint the given command."""
     again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    try:
-        times = [p.stat().st_mtime for p in store.folders(out_dir)]
-    except FileNotFoundError:  # rank 0 has just deleted one
-        times = [math.inf]
-    own = times and (again or max(times) >= distributed.began)
+    newest = store.folders(out_dir)[-1:]
+    own = any(again or p.stat().st_mtime >= distributed.began for p in newest)
     words = ["--init_from=resume", f"--out_dir={out_dir}"] if own else sys.argv[1:]
     return f"{distributed.launcher} train.py {command(*words)}"
 
@@ -51,31 +48,30 @@ def resume_command(out_dir: str, distributed: DistInfo) -> str:
 class Saver:
     """Writes checkpoints, one at a time; wait() before the run ends."""
 
-    out_dir: str
-    keep: int
+    config: TrainConfig
     distributed: DistInfo
-    background: bool = False
+    tokenizer: Json
+    val_windows: int  # fingerprint() of the evaluation
     best_loss: float = math.inf
     best_since: int = 0  # earlier losses are of other data
-    val_windows: int = 0  # fingerprint() of the evaluation
-    _written: Future[None] | None = field(default=None, init=False)
+    _written: Future[None] | None = None
 
     def save(self, model: GPT, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler,
-             settings: Json, tokenizer: Json, *, step: int, val_loss: float | None,
-             **state: object) -> None:  # fmt: skip
+             *, step: int, val_loss: float | None, **state: object) -> None:  # fmt: skip
         """Write a checkpoint; in the background, return when the tensors are copied. Raises
         UserError: this one or the previous one failed."""
         self.wait()
         distributed = self.distributed
         if val_loss is not None:
             self.best_loss = min(self.best_loss, val_loss)
+        train, sizes = asdict(self.config), asdict(model.config)
         contents: Json = {
             "optimizer": {
                 "scaler": scaler.state_dict(),
                 "rng": distributed.gather(random_state(distributed.device)),
                 "optimizer": optimizer.state_dict(),
             },
-            "settings": {"train": settings, "model": asdict(model.config), "tokenizer": tokenizer},
+            "settings": {"train": train, "model": sizes, "tokenizer": self.tokenizer},
             "state": {
                 "step": step,
                 "val_loss": val_loss,
@@ -93,7 +89,7 @@ class Saver:
         else:
             contents["shards"] = tensors(model, optimizer)
             del contents["optimizer"]["optimizer"]["state"]
-        if self.background:
+        if self.config.async_checkpoint:
             contents = tree_map_only(Tensor, lambda t: t.detach().to("cpu", copy=True), contents)
             self._written = background.begin(self._write, contents)
         else:
@@ -103,11 +99,13 @@ class Saver:
         device = self.distributed.device
         # Training uses `control` at the same time.
         distributed = replace(self.distributed, control=self.distributed.disk)
-        if distributed.main and not Path(self.out_dir).exists():
-            store.log.warning("%s was deleted: it is created again", printable(self.out_dir))
+        out_dir = self.config.out_dir
+        if distributed.main and not Path(out_dir).exists():
+            store.log.warning("%s was deleted: it is created again", printable(out_dir))
         # A new thread starts on device 0.
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            store.save(self.out_dir, keep=self.keep, **contents, distributed=distributed)
+            keep = self.config.keep_checkpoints
+            store.save(out_dir, keep=keep, **contents, distributed=distributed)
 
     def wait(self) -> None:
         written, self._written = self._written, None
@@ -118,24 +116,48 @@ class Saver:
         """The newest checkpoint, and how to continue."""
         if self._written is not None:
             self._written.exception()  # wait() raises it
+        out_dir = self.config.out_dir
         good = "there is no checkpoint yet"
-        if found := store.folders(self.out_dir):
+        if found := store.folders(out_dir):
             good = f"{printable(found[-1])} is the last good checkpoint"
-        return f"{good}; to continue: {resume_command(self.out_dir, self.distributed)}"
+        return f"{good}; to continue: {resume_command(out_dir, self.distributed)}"
+
+    def restore(self, model: GPT, optimizer: torch.optim.Optimizer,
+                scaler: torch.amp.GradScaler) -> tuple[int, int, bool]:  # fmt: skip
+        """The newest checkpoint, if the run resumes; return steps, sequences seen, and False to
+        evaluate after this step."""
+        config, distributed = self.config, self.distributed
+        if config.init_from != "resume":
+            return 0, 0, not config.eval_on_start
+        saved = store.load(store.latest(config.out_dir))
+        step, self.best_loss = restore(saved, model, optimizer, scaler, config.seed, distributed)
+        before, state = saved.read("train", TrainConfig), saved.state
+        tokens = state.get("sequences_seen", step * before.global_batch) * before.block_size
+        seen = math.ceil(tokens / config.block_size)
+        where = printable(config.out_dir)
+        distributed.say(f"resuming {where} after step {step} and {seen:,} sequences")
+        if (was := before.global_batch) != (now := config.global_batch):
+            distributed.say(f"a step has {now:,} sequences, before {was:,}")
+        self.best_since = state.get("best_since", 0)
+        mask = before.document_mask != config.document_mask
+        if mask or state.get("val_windows", self.val_windows) != self.val_windows:
+            names = ("dataset", "eval_iters", "batch_size", "document_mask")
+            changed = [f"--{n}" for n in names if getattr(before, n) != getattr(config, n)]
+            what = ", ".join(changed) or "the data"
+            distributed.say(f"the evaluation is another one ({what}): a new best loss begins")
+            self.best_loss = math.inf
+            self.best_since = step
+        due = step % config.eval_interval == 0 or step == config.max_iters
+        return step, seen, not due or state.get("val_loss") is not None
 
 
 def gathered(model: GPT) -> GPT:
     """Unsharded, a copy if needed. All processes call it."""
     if model.ring is None and not is_sharded(model):
         return model
-    alone = GPT(model.config, model.policy)
-    store.load_weights(alone, {k: whole(t) for k, t in model.state_dict().items()}, "this run")
+    weights = {name: whole(t) for name, t in model.state_dict().items()}
+    alone = store.new_model(model.config, model.policy, "this run", weights)
     return alone.to(model.transformer.wte.weight.device)
-
-
-def locked(config: TrainConfig) -> AbstractContextManager[None]:
-    writes = os.environ.get("RANK", "0") == "0" and not config.eval_only
-    return files.locked(Path(config.out_dir)) if writes else nullcontext()
 
 
 @contextmanager
@@ -245,40 +267,6 @@ def build_model(loaded: Loaded[TrainConfig], meta: Json) -> GPT:
     except ValueError as e:
         raise FileError(f"{e} ({named})") from e
     return model
-
-
-@dataclass(frozen=True)
-class Progress:
-    step: int = 0
-    sequences_seen: int = 0
-    best: tuple[float, int] = math.inf, 0
-    evaluated: bool = True  # False: evaluate after this step
-
-
-def restore_run(config: TrainConfig, model: GPT, optimizer: torch.optim.Optimizer,
-                scaler: torch.amp.GradScaler, distributed: DistInfo,
-                val_windows: int) -> Progress:  # fmt: skip
-    """Restore the newest checkpoint. Another val_windows (fingerprint()) begins a new best loss."""
-    saved = store.load(store.latest(config.out_dir))
-    step, best = restore(saved, model, optimizer, scaler, config.seed, distributed)
-    before, state = saved.read("train", TrainConfig), saved.state
-    tokens = state.get("sequences_seen", step * before.global_batch) * before.block_size
-    seen = math.ceil(tokens / config.block_size)
-    where = printable(config.out_dir)
-    distributed.say(f"resuming {where} after step {step} and {seen:,} sequences")
-    if (was := before.global_batch) != (now := config.global_batch):
-        distributed.say(f"a step has {now:,} sequences, before {was:,}")
-    since = state.get("best_since", 0)
-    mask = before.document_mask != config.document_mask
-    if mask or state.get("val_windows", val_windows) != val_windows:
-        names = ("dataset", "eval_iters", "batch_size", "document_mask")
-        changed = [f"--{n}" for n in names if getattr(before, n) != getattr(config, n)]
-        what = ", ".join(changed) or "the data"
-        distributed.say(f"the evaluation is another one ({what}): a new best loss begins")
-        best, since = math.inf, step
-    due = step % config.eval_interval == 0 or step == config.max_iters
-    evaluated = not due or state.get("val_loss") is not None
-    return Progress(step, seen, (best, since), evaluated)
 
 
 def restore(saved: Checkpoint, model: GPT, optimizer: torch.optim.Optimizer,

@@ -1,9 +1,7 @@
 """Tensors of several processes: each writes its rows, and any number reads them.
 
-    shards/__0_0.distcp ...   a file for each process: parts of tensors, by torch.save
-    shards/index.json         dtype and shape of each tensor; place and CRC-32 of each part
-
-The index of torch.distributed.checkpoint is a pickle, which could run code.
+shards/__0_0.distcp ...   a file for each process: parts of tensors, by torch.save
+shards/index.json         dtype and shape of each tensor; place and CRC-32 of each part
 """
 
 from __future__ import annotations
@@ -23,8 +21,6 @@ from core.runtime import dtype_name
 from data.schema import Count, FileError, Json, read_json, record
 
 INDEX = "index.json"
-
-
 Part = record(at=list[Count], shape=list[Count], file=str, offset=Count, length=Count,
               optional={"crc32": int})  # fmt: skip  # which older versions lack
 Parts = list[Part]  # type: ignore[valid-type]
@@ -74,28 +70,24 @@ class Shards:
             dtype = getattr(torch, saved["dtype"])
             self.empty[name] = torch.empty(shape, dtype=dtype, device="meta")
 
-    def rows(self, name: str, at: list[int], shape: list[int]) -> Tensor:
-        first, found = sum(at[:1]), []
-        end = first + _rows(shape)
-        for part in self.index[name]["parts"]:
-            begin = sum(part["at"][:1])
-            a, b = max(first, begin), min(end, begin + _rows(part["shape"]))
-            if a < b:
-                values = self._read(name, part)
-                found.append(values.reshape(-1, *shape[1:])[a - begin : b - begin])
-        return torch.cat(found).reshape(shape) if found else torch.empty(shape)
-
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
         """Fill tensors, whole or sharded by rows."""
         for name, target in tensors.items():
             shape, at, _ = local_part(target)
-            local(target).copy_(self.rows(name, at, shape))
+            rows = local(target) if shape else local(target)[None]
+            for part in self.index[name]["parts"]:
+                begin = sum(part["at"][:1]) - sum(at[:1])
+                a, b = max(0, begin), min(len(rows), begin + _rows(part["shape"]))
+                if a < b:
+                    values = self._read(name, part).reshape(-1, *shape[1:])
+                    rows[a:b].copy_(values[a - begin : b - begin])
 
     def whole(self, prefix: str = "") -> dict[str, Tensor]:
         """Full tensors on the CPU, the prefix removed."""
-        names = (name for name in self.index if name.startswith(prefix))
-        shapes = {name: self.index[name]["shape"] for name in names}
-        return {n.removeprefix(prefix): self.rows(n, [0], shape) for n, shape in shapes.items()}
+        found = {name: torch.empty_like(t, device="cpu") for name, t in self.empty.items()
+                 if name.startswith(prefix)}  # fmt: skip
+        self.fill(found)
+        return {name.removeprefix(prefix): t for name, t in found.items()}
 
     def _read(self, name: str, part: Json) -> Tensor:
         if Path(part["file"]).name != part["file"]:

@@ -7,8 +7,7 @@
     shards/             of several processes: weights and optimizer state (shards.py)
     checksums.json      CRC-32 of each file (not of older versions)
 
-Written under a temporary name, synced and renamed: a killed process leaves the last complete one.
-Loading never runs code.
+Written under another name, synced and renamed. Loading never runs code.
 """
 
 from __future__ import annotations
@@ -44,7 +43,6 @@ from model import GPT, GPTConfig
 
 log = logging.getLogger("nanoattn")
 
-STEP = r"step-\d+"
 CHECKSUMS = "checksums.json"
 T = TypeVar("T")
 _warn_once = cache(log.warning)
@@ -54,6 +52,13 @@ State = record(step=Count, optional={"val_loss": Loss, "best_val_loss": Loss, "b
                                      "sequences_seen": Count})  # fmt: skip
 Optimizer = record(optional={"state": dict[int, Json]})  # not if sharded
 Rest = record(optimizer=Optimizer, scaler=Json, rng=list[Json])  # rng: of each rank
+READERS: dict[str, Callable[[Path], Any]] = {
+    "settings.json": lambda path: read_json(path, Settings),
+    "train_state.json": lambda path: read_json(path, State),
+    "optimizer.pt": lambda path: valid(load_torch(path), Rest, str(path)),
+    "model.safetensors": load_file,
+    f"shards/{INDEX}": lambda path: Shards(path).whole(),
+}
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,6 @@ class Checkpoint:
     folder: Path
     settings: dict[str, Json]  # Settings
     state: Json  # State
-    advise: bool = True  # after damage
 
     @property
     def step(self) -> int:
@@ -98,29 +102,25 @@ class Checkpoint:
         return (self.folder / "shards").exists()
 
     def shards(self, use: Callable[[Shards], T]) -> T:
-        return self._read(f"shards/{INDEX}", lambda path: use(Shards(path)))
+        found: T = read_file(self.folder, f"shards/{INDEX}", lambda path: use(Shards(path)))
+        return found
 
     def weights(self) -> dict[str, Tensor]:
         if self.sharded:
             return self.shards(lambda shards: shards.whole("model."))
-        return self._read("model.safetensors", load_file)
+        return dict(read_file(self.folder, "model.safetensors"))
 
     def rest(self) -> Json:
-        """optimizer.pt."""
-        return self._read("optimizer.pt", lambda p: valid(load_torch(p), Rest, str(p)))
+        return dict(read_file(self.folder, "optimizer.pt"))
 
     def model(self, policy: Policy = Policy(), **changes: object) -> GPT:
-        model = new_model(self.config(**changes), policy, str(self.folder))
-        load_weights(model, self.weights(), str(self.folder))
-        return model
-
-    def _read(self, name: str, reader: Callable[[Path], T]) -> T:
-        return read_file(self.folder / name, reader, self.advise)
+        config = self.config(**changes)
+        return new_model(config, policy, str(self.folder), self.weights())
 
 
 def folders(out_dir: str | Path) -> list[Path]:
     """Complete checkpoints, oldest step first."""
-    found = [p for p in Path(out_dir).glob("step-*") if re.fullmatch(STEP, p.name)]
+    found = [p for p in Path(out_dir).glob("step-*") if re.fullmatch(r"step-\d+", p.name)]
     return sorted(found, key=lambda folder: int(folder.name[5:]))
 
 
@@ -135,7 +135,7 @@ def latest(out_dir: str | Path) -> Path:
 
 def best_folder(out_dir: str | Path) -> Path | None:
     """Lowest validation loss on the newest one's data, if any."""
-    saved = [load(folder, advise=False) for folder in folders(out_dir)]
+    saved = [load(folder, _verified) for folder in folders(out_dir)]
     since = saved[-1].state.get("best_since", 0) if saved else 0
     losses = {c.folder: c.state.get("val_loss") for c in saved if c.step > since or not since}
     evaluated = {p: loss for p, loss in losses.items() if loss is not None}
@@ -151,29 +151,19 @@ def own_checkpoint(init_from: str) -> Path | None:
     return path if any(os.path.exists(path / name) for name in names) else None
 
 
-def load(folder: str | Path, advise: bool = True) -> Checkpoint:
-    folder = Path(folder)
-    settings, state = folder / "settings.json", folder / "train_state.json"
-    return Checkpoint(
-        folder,
-        read_file(settings, lambda path: read_json(path, Settings), advise),
-        read_file(state, lambda path: read_json(path, State), advise),
-        advise,
-    )
-
-
-def new_model(config: GPTConfig, policy: Policy, origin: str) -> GPT:
+def new_model(config: GPTConfig, policy: Policy, origin: str,
+              weights: Mapping[str, Tensor] | None = None) -> GPT:  # fmt: skip
+    """With these weights, or random ones. Raises UserError."""
     try:
-        return GPT(config, policy)
+        model = GPT(config, policy)
     except RuntimeError as e:  # no memory for its sizes
         raise FileError(f"{origin}: {first_line(e)}") from e
-
-
-def load_weights(model: GPT, weights: Mapping[str, Tensor], origin: str) -> None:
-    own = model.state_dict()
-    check_shapes(own, weights, origin)
-    for name, tensor in own.items():
-        tensor.copy_(weights[name])
+    if weights is not None:
+        own = model.state_dict()
+        check_shapes(own, weights, origin)
+        for name, tensor in own.items():
+            tensor.copy_(weights[name])
+    return model
 
 
 def check_shapes(own: Mapping[str, Tensor], saved: Mapping[str, Any], origin: str) -> None:
@@ -187,31 +177,34 @@ def check_shapes(own: Mapping[str, Tensor], saved: Mapping[str, Any], origin: st
             raise FileError(f"{origin} does not fit the model: {name} is {have}, expected {want}")
 
 
-def read_file(path: Path, reader: Callable[[Path], T], advise: bool = True) -> T:
-    """reader(path). Raises UserError: it fails, or the file was changed."""
+def read_file(folder: Path, name: str, reader: Callable[[Path], Any] | None = None) -> Any:
+    """reader(folder / name), by default of READERS. Raises UserError: it fails, or the file was
+    changed."""
     try:
-        content = reader(path)
-        _verify(path)
-        return content
+        return _verified(folder, name, reader)
     except Exception as e:  # each library has its own
-        why = f"{path} cannot be read ({type(e).__name__}: {first_line(e)})"
+        why = f"{folder / name} cannot be read ({type(e).__name__}: {first_line(e)})"
         if isinstance(e, UserError):
             why = str(e)
         elif isinstance(e, FileNotFoundError):
-            why = f"{e.filename or path} does not exist"
-        raise FileError(why + (_advice(_folder_of(path)) if advise else "")) from e
+            why = f"{e.filename or folder / name} does not exist"
+        raise FileError(why + _advice(folder)) from e
 
 
-def _verify(path: Path) -> None:
+def _verified(folder: Path, name: str, reader: Callable[[Path], Any] | None = None) -> Any:
     """Raise ValueError for another CRC-32; warn for JSON, which people edit."""
-    sums = _folder_of(path) / CHECKSUMS
-    if not sums.exists():
-        return
-    saved = read_json(sums, dict[str, int])
-    if saved.get(path.relative_to(sums.parent).as_posix()) != _crc32(path):
+    path, sums = folder / name, folder / CHECKSUMS
+    content = (reader or READERS[name])(path)
+    if sums.exists() and read_json(sums, dict[str, int]).get(name) != _crc32(path):
         if path.suffix != ".json":
             raise ValueError(f"another CRC-32 than in {CHECKSUMS}; if on purpose, delete that")
         log.warning(f"{printable(path)} was changed: another CRC-32 than in {CHECKSUMS}")
+    return content
+
+
+def load(folder: str | Path, read: Callable[[Path, str], Any] = read_file) -> Checkpoint:
+    folder = Path(folder)
+    return Checkpoint(folder, read(folder, "settings.json"), read(folder, "train_state.json"))
 
 
 def _crc32(path: Path) -> int:
@@ -223,19 +216,15 @@ def _advice(damaged: Path) -> str:
     out_dir, earlier = damaged.parent, folders(damaged.parent)
     if damaged in earlier:
         for good in reversed(earlier[: earlier.index(damaged)]):
-            with suppress(UserError):
-                saved = load(good, advise=False)
-                saved.rest()
-                saved.shards(Shards.whole) if saved.sharded else saved.weights()
+            unused = "model.safetensors" if (good / "shards").exists() else f"shards/{INDEX}"
+            with suppress(Exception):
+                for name in READERS.keys() - {unused}:
+                    _verified(good, name)
                 move = command("mv", damaged, out_dir / f"damaged-{damaged.name}")
                 resume = ("python", "train.py", "--init_from=resume", f"--out_dir={out_dir}")
                 first = f"; to resume from the newest complete one, {printable(good)}"
                 return f"{first}: {move} && {command(*resume)}"
     return ""
-
-
-def _folder_of(path: Path) -> Path:
-    return path.parents[1] if path.parent.name == "shards" else path.parent
 
 
 def save_json(content: Json, path: Path) -> None:

@@ -50,7 +50,7 @@ def fails_on_one(rank: int, n: int, line: list[str], out: Path) -> tuple[str, st
     optimizer = build_optimizer(model, saved.read("train", TrainConfig), CPU)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     with pytest.raises(UserError) as read:
-        checkpoint.restore(saved, model, optimizer, scaler, 0, group)
+        checkpoint.run.restore(saved, model, optimizer, scaler, 0, group)
     with pytest.raises(UserError) as write:
         save(out.parent / f"alone-{rank}", 1, group=group)
     assert not [*out.parent.glob(f"alone-{rank}/.step*")]

@@ -19,7 +19,7 @@ import checkpoint
 import data
 import sample
 from checkpoint import __main__ as export
-from checkpoint import convert, families, store
+from checkpoint import families, store
 from core.settings import UserError
 from inference import engine
 from model import GPT, GPTConfig
@@ -68,7 +68,7 @@ def test_the_logits_are_transformers(name, sharded, transformers, tmp_path, monk
         file.write_text(json.dumps(saved))
         us = checkpoint.load_hf(str(tmp_path / "in"), attention_backend="manual").eval()
         torch.testing.assert_close(us(idx)[0], want := them(idx).logits, rtol=1e-5, atol=1e-5)
-        monkeypatch.setattr(convert, "SHARD", 50_000 if sharded else convert.SHARD)
+        monkeypatch.setattr(families, "SHARD", 50_000 if sharded else families.SHARD)
         checkpoint.save_hf(us, tmp_path / "out")
         for folder in ("in", "out"):
             assert (tmp_path / folder / "model.safetensors.index.json").exists() == sharded

@@ -340,5 +340,5 @@ def test_before_the_first_checkpoint_the_advice_is_to_start_again(monkeypatch, t
     resume = ["train.py", "--init_from=resume", f"--out_dir={tmp_path}"]
     for seconds, words in ((-1, given), (1, resume)):  # an earlier run's, and this one's
         os.utime(folder, (run.began + seconds, run.began + seconds))
-        said = shlex.split(checkpoint.resume_command(str(tmp_path), run))
+        said = shlex.split(checkpoint.run.resume_command(str(tmp_path), run))
         assert said == ["python", *words]
