@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 
-from core.cpu import int8
 from core.cpu import matmul as cpu_matmul
 from core.options import TrainConfig
 from core.runtime import Setup
@@ -61,15 +60,6 @@ def test_linear_and_its_gradients_are_f_linear_s(rows, K, bias, float32, strided
     fast, plain = run(cpu_matmul.linear, torch.float32, float32), run(F.linear, torch.float32)
     for got, truth, other in zip(fast, run(F.linear, torch.float64), plain, strict=True):
         close(got, truth, other)
-
-
-def test_a_second_derivative_is_refused() -> None:
-    leaves = [torch.randn(n, requires_grad=True) for n in ((3, 7), (9, 7), (9,))]
-    for leaf in leaves:
-        y = cpu_matmul.linear(*(t * t for t in leaves)).pow(2).sum()
-        (grad,) = torch.autograd.grad(y, leaf, create_graph=True)
-        with pytest.raises(RuntimeError, match="second derivative"):
-            torch.autograd.grad(grad.sum(), leaves)
 
 
 @pytest.mark.parametrize("grad, packed", [(True, True), (False, True), (False, False)])
@@ -133,11 +123,10 @@ def test_a_model_for_inference_follows_its_weights(dtype: str, onednn: bool) -> 
 
 def test_the_switch_is_off_again_after_a_product_and_after_an_error() -> None:
     before = torch.get_float32_matmul_precision()
-    cpu_matmul.matmul(torch.ones(2, 3), torch.ones(3, 2))
-    assert torch.get_float32_matmul_precision() == before
-    with pytest.raises(RuntimeError):
-        cpu_matmul.matmul(torch.ones(2, 3), torch.ones(2, 3))
-    assert torch.get_float32_matmul_precision() == before
+    for rows, outcome in ((3, nullcontext()), (2, pytest.raises(RuntimeError))):
+        with outcome:
+            cpu_matmul.matmul(torch.ones(2, 3), torch.ones(rows, 3))
+        assert torch.get_float32_matmul_precision() == before
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -183,12 +172,3 @@ def test_a_model_gives_the_same_loss_and_gradients_none_of_them_sparse(
     for plain, fast in zip(*results, strict=True):
         assert fast.layout == torch.strided
         torch.testing.assert_close(fast, plain, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("convert", [cpu_matmul.convert, lambda m: int8.convert(m, m.head_weight)])
-def test_targets_of_another_shape_are_refused(convert: Any) -> None:
-    model = GPT(GPTConfig(block_size=16, vocab_size=33, n_layer=1, n_head=1, n_embd=16))
-    convert(model)
-    idx = torch.randint(33, (2, 16))
-    with pytest.raises(ValueError, match="16, 2"):
-        model(idx, idx.t())
