@@ -38,15 +38,6 @@ def as_file(folder: Path, attend: Callable[..., Tensor], **options: Any) -> str:
     return str(path)
 
 
-def wrong_beyond(n: int) -> Backend:
-    """Right up to so many keys."""
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, spec: Any, **options: Any) -> Tensor:
-        return manual.attend(q, k, torch.cat((v[:, :n], 2 * v[:, n:]), 1), spec, **options)
-
-    return backend(attend)
-
-
 class Recorder:
     """A right kernel that notes (B, Tq, Tk, H) of each call."""
 

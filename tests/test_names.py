@@ -9,7 +9,7 @@ import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import kernels
@@ -38,21 +38,6 @@ BACKEND = Backend("mine", "a test's", get("manual").attend, (Caps({caps}),), "sd
 ENTRY = """[nanoattn.backends]
 offered = offered_kernels.mine:BACKEND
 broken = offered_kernels.no:X
-"""
-# FlashAttention's two functions by PyTorch's SDPA: no window. A test replaces CAUSAL.
-REPOSITORY = """import torch
-import torch.nn.functional as F
-def flash_attn_func(q, k, v, softmax_scale=None, causal=False):
-    mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(CAUSAL) if causal else None
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, mask, scale=softmax_scale,
-                                          enable_gqa=True).transpose(1, 2)
-def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-                           softmax_scale=None, causal=False):
-    q, k, v = (t.tensor_split(cu[1:-1].cpu().long()) for t, cu in
-               ((q, cu_seqlens_q), (k, cu_seqlens_k), (v, cu_seqlens_k)))
-    return torch.cat([flash_attn_func(*(t[None] for t in x), softmax_scale, causal)[0]
-                      for x in zip(q, k, v)])
 """
 COMMIT = "0123456789abcdef" * 2 + "01234567"
 HUB = f"hub:somebody/kernels@{COMMIT}"
@@ -174,18 +159,32 @@ def test_a_registered_backend_has_its_names_in_this_process(monkeypatch) -> None
 # --- the hub ---
 
 
+def repository(name: str) -> Any:
+    """FlashAttention's functions by PyTorch's SDPA: no window; "wrong": of another offset."""
+
+    def flash_attn_func(q, k, v, softmax_scale=None, causal=False):
+        offset = 1 if "wrong" in name else k.shape[1] - q.shape[1]
+        mask = torch.ones(q.shape[1], k.shape[1]).tril(offset).bool() if causal else None
+        out = torch.nn.functional.scaled_dot_product_attention(
+            *(t.transpose(1, 2) for t in (q, k, v)), mask, scale=softmax_scale, enable_gqa=True)
+        return out.transpose(1, 2)
+
+    def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+                               softmax_scale=None, causal=False):
+        cu = cu_seqlens_q, cu_seqlens_k, cu_seqlens_k
+        texts = zip(*(t.tensor_split(c[1:-1].long()) for t, c in zip((q, k, v), cu)))
+        return torch.cat([flash_attn_func(*(t[None] for t in text), softmax_scale, causal)[0]
+                          for text in texts])
+
+    return SimpleNamespace(flash_attn_func=flash_attn_func,
+                           flash_attn_varlen_func=flash_attn_varlen_func)
+
+
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """Calls of get_kernel, which runs REPOSITORY."""
-
-    def make(repository: str) -> ModuleType:
-        found = ModuleType("found")
-        offset = "1" if "wrong" in repository else "k.shape[1] - q.shape[1]"
-        exec(REPOSITORY.replace("CAUSAL", offset), found.__dict__)
-        return found
-
+    """Calls of get_kernel."""
     import_version.cache_clear()
-    yield kernels.hub_of(monkeypatch, make)
+    yield kernels.hub_of(monkeypatch, repository)
     import_version.cache_clear()
 
 
