@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from functorch.compile import make_boxed_func
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_model import assert_within
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 
@@ -35,15 +36,6 @@ def exact_products(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     cpu_matmul.exact.cache_clear()  # what was found with it holds for no other test
 
 
-def close(got: Tensor, truth: Tensor, plain: Tensor) -> None:
-    """At most four times plain's error, plus rounding."""
-    assert got.shape == truth.shape
-    if got.numel():
-        allowed = 4 * (plain.double() - truth).abs().max()
-        allowed += 8 * torch.finfo(torch.float32).eps * truth.abs().max()
-        assert (got.double() - truth).abs().max() <= allowed
-
-
 @settings(max_examples=80, deadline=None)
 @given(st.sampled_from([(5,), (2, 3), (1, 1), (), (0,), (2, 64)]), st.sampled_from([7, 70, 128]),
        st.booleans(), st.sampled_from(["onednn", "few", "mkl"]), st.integers(0, 3), st.booleans())
@@ -59,7 +51,7 @@ def test_linear_and_its_gradients_are_f_linear_s(rows, K, bias, float32, strided
 
     fast, plain = run(cpu_matmul.linear, torch.float32, float32), run(F.linear, torch.float32)
     for got, truth, other in zip(fast, run(F.linear, torch.float64), plain, strict=True):
-        close(got, truth, other)
+        assert_within(got, other, truth, torch.float32, 4, 8)
 
 
 @pytest.mark.parametrize("grad, packed", [(True, True), (False, True), (False, False)])

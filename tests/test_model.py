@@ -60,7 +60,10 @@ def gradients(model: GPT, idx: Tensor, targets: Tensor, segments: Tensor | None 
 
 def assert_within(got: Tensor, plain: Tensor, truth: Tensor, dtype: torch.dtype, m: int,
                   roundings: int = 1) -> None:
-    """m times plain PyTorch's error, and one rounding."""
+    """m times plain PyTorch's error, and some roundings."""
+    assert got.shape == truth.shape
+    if not truth.numel():
+        return
     got, plain, truth = (t.detach().double() for t in (got, plain, truth))
     assert got.isfinite().all() and plain.isfinite().all()
     error = float((got - truth).abs().max())
@@ -180,7 +183,7 @@ def test_linear_cross_entropy(rows, N, V, factor, first, keep, dtype) -> None:
     assert got[0].dtype == torch.float32 and got[0].shape == ()
     for name, m, g, p, t in zip(("loss", "dx", "dw"), (2, 3, 3), got, plain, truth, strict=True):
         assert g.dtype == p.dtype or name == "loss"
-        if t.isnan().all():  # or it is empty
+        if t.isnan().any():
             torch.testing.assert_close(g.double(), t, equal_nan=True)
         elif p.isfinite().all():
             assert_within(g, p, t, low, m, 4)
@@ -319,18 +322,7 @@ def test_canary_a_token_moves_only_what_sees_it(name) -> None:
         assert (before != after).any(-1).equal(sees)
 
 
-# --- dropout, recomputation ---
-
-
-@pytest.mark.parametrize("name", ["manual", "tiled", "sdpa"])
-def test_dropout_is_for_training_and_repeats_with_the_seed(name) -> None:
-    model, idx = build(dropout=0.3, attention_backend=name), tokens()
-    torch.manual_seed(5)
-    first, second = model(idx)[0], model(idx)[0]
-    torch.manual_seed(5)
-    assert torch.equal(first, model(idx)[0]) and not torch.equal(first, second)
-    quiet = build(attention_backend=name).eval()(idx)[0]
-    assert torch.equal(model.eval()(idx)[0], quiet) and not torch.equal(first, quiet)
+# --- recomputation, precision ---
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
