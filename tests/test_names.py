@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import kernels
 import pytest
@@ -117,20 +118,33 @@ def test_a_checkpoint_a_resumed_run_or_a_record_runs_no_code(name, package, capl
     assert capsys.readouterr().out == "" and "offered_kernels.mine" not in sys.modules
 
 
-def test_entry_points_are_listed_with_their_times_or_reasons(package, capsys, monkeypatch) -> None:
-    monkeypatch.setattr("attention.__main__.BACKENDS", {"manual": BACKENDS["manual"]})
+def test_every_backend_is_in_the_table_with_its_times_or_reasons(
+    package, capsys, monkeypatch
+) -> None:
+    """In text and JSON; entry points too."""
+    few = {n: BACKENDS[n] for n in ("manual", "tiled", "paged", "sdpa_cudnn")}
+    monkeypatch.setattr("attention.__main__.BACKENDS", few)
     kernels.hurry(monkeypatch)
-    main(["--json", "--device=cpu", "--seq_len=16", "--n_head=2", "--head_dim=16", "--window=3"])
-    found: Any = json.loads(capsys.readouterr().out.removeprefix("it ran\n"))
+    words = ["--device=cpu", "--seq_len=16", "--n_head=2", "--head_dim=16", "--window=3"]
+    main([*words, "--segments"])
+    able, unable = capsys.readouterr().out.split("does not run")
+    for name in ("manual", "tiled", "offered"):
+        forward, both, error = map(float, able.split(f"\n{name} ")[1].split()[:3])
+        assert 0 < forward < both and error < 1e-5
+    assert "window 3" in able and "segments" in able and "offered_kernels.no" in unable
+    assert "paged" in unable and "sdpa_cudnn" in unable and "cuda" in unable
+    main([*words, "--json", "--kv_cache=paged", "--page_size=16"])
+    found: Any = json.loads(capsys.readouterr().out)
     rows = {row["name"]: row for row in found["backends"]}
-    assert set(rows) == {"manual", "offered", "broken"} and found["spec"]["window"] == 3
-    assert found["versions"]["torch"] == torch.__version__ and found["shape"]["keys"] == 16
-    assert rows["offered"]["ms"]["forward"] > 0 and rows["offered"]["error"] < 1e-5
-    assert "offered_kernels.no" in rows["broken"]["why"][0]
+    assert set(rows) == {*few, "offered", "broken"} and found["spec"]["page_size"] == 16
+    assert found["versions"]["torch"] == torch.__version__ and found["shape"]["queries"] == 1
+    assert rows["paged"]["ms"]["forward"] > 0 and rows["paged"]["error"] < 1e-5
+    assert "paged" in rows["manual"]["why"][0] and "offered_kernels.no" in rows["broken"]["why"][0]
 
 
-def test_a_registered_backend_has_its_names_in_this_process(monkeypatch) -> None:
-    kernels.taken_back(monkeypatch, "mine", "mine_too")
+@patch.dict(BACKENDS)
+@patch.dict(attention.names._BY_ANY_NAME)
+def test_a_registered_backend_has_its_names_in_this_process() -> None:
     ours = Backend("mine", "a test's", get("tiled").attend, (Caps(),), "sdpa", ("mine_too",))
     assert attention.register(ours) is get("mine") is get("mine_too") is BACKENDS["mine"]
     assert select("mine_too", F32, "cpu").backend is ours
