@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from attention import BACKENDS, get, packages, resolve, select
 from attention.__main__ import main
 from attention.caps import Backend, BackendUnavailable, Caps, version
-from attention.spec import Machine, Policy, Spec
+from attention.spec import CACHES, DTYPES, Machine, Policy, Spec
 
 STRICT = Policy(fallback=False)
 TITAN = Machine("cuda", "NVIDIA TITAN RTX", (7, 5), "2.13.0", "12.8")
@@ -103,22 +103,18 @@ def test_sdpa_on_apples_metal_has_to_be_allowed_where_it_is_wrong(
     assert resolve(name, spec, there, Policy(mps_sdpa=True)).backend.name == guarded
 
 
-@given(
-    name=st.sampled_from(["auto", *BACKENDS]), installed=st.sampled_from([{}, ALL]),
-    machine=st.sampled_from([TITAN, A100, H100, B200, APPLE, CPU]),
-    dtype=st.sampled_from(["float16", "bfloat16", "float32", "float64"]),
-    cache=st.sampled_from(["none", "dynamic", "static", "paged"]),
-    flags=st.fixed_dictionaries(dict.fromkeys(("segments", "sinks", "lse", "grad"), st.booleans())),
-    window=st.sampled_from([None, 9]), dropout=st.sampled_from([0.0, 0.1]),
-    softcap=st.sampled_from([None, 9.0]),
-    head_dim=st.sampled_from([20, 64, 320]), right=st.sampled_from([0, 3, None]),
-)
+@given(st.sampled_from(["auto", *BACKENDS]), st.sampled_from([{}, ALL]),
+       st.sampled_from([TITAN, A100, H100, B200, APPLE, CPU]), st.fixed_dictionaries({
+           "dtype": st.sampled_from(DTYPES), "cache": st.sampled_from(CACHES),
+           "head_dim": st.sampled_from([20, 64, 320]), "window": st.sampled_from([None, 9]),
+           "right": st.sampled_from([0, 3, None]), "dropout": st.sampled_from([0.0, 0.1]),
+           "softcap": st.sampled_from([None, 9.0]),
+           **dict.fromkeys(("segments", "sinks", "lse", "grad"), st.booleans())}))
 def test_what_is_chosen_can_run_and_what_is_refused_cannot(
-    name, installed, machine, softcap, dtype, cache, flags, window, dropout, head_dim, right
+    name, installed, machine, fields
 ) -> None:
-    assume(cache in ("none", "dynamic") or not flags["segments"])
-    spec = Spec(4, 4, head_dim, dtype, window, dropout, cache=cache, softcap=softcap, right=right,
-                page_size=256 if cache == "paged" else None, **flags)
+    assume(fields["cache"] in ("none", "dynamic") or not fields["segments"])
+    spec = Spec(4, 4, page_size=256 if fields["cache"] == "paged" else None, **fields)
     there = replace(machine, packages=installed)
     able = {n for n, b in BACKENDS.items() if not b.why_not(spec, there)}
     try:

@@ -58,7 +58,7 @@ def test_n_params_is_the_real_models(changes, heads) -> None:
     assert n_params(config) == model.get_num_params()
 
 
-@pytest.mark.parametrize("T", [1, 2, 5, 64, 100, 1025])
+@pytest.mark.parametrize("T", [1, 2, 64, 1025, 2100])
 def test_mean_keys_counts_what_is_visible(T) -> None:
     for window in (None, 1, 2, 7, T - 1 or 1, T, T + 1, 10 * T):
         at = torch.arange(T)
