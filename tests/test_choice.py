@@ -138,7 +138,7 @@ ASKS: dict[str, Any] = {  # fields of Spec and, as booleans, of Caps
     ({"devices": ("cuda",)}, {"devices": ("cpu", "mps")}, {}), ({}, {"dtypes": ("float16",)}, {}),
     ({"min_capability": (9, 0)}, {"min_capability": (10, 0)}, {}),
     ({"min_capability": (8, 0), "max_capability": (9, 0)}, {"max_capability": (8, 9)}, {}),
-    ({"min_torch": "2.13"}, {"min_torch": "2.14"}, {}), ({}, {"interpreted": True}, {}),
+    ({"min_torch": "2.13.0"}, {"min_torch": "2.14"}, {}), ({}, {"interpreted": True}, {}),
     ({"head_dim_max": 64}, {"head_dim_max": 63}, {}),
     ({"head_dim_multiple": 32}, {"head_dim_multiple": 24}, {}),
     ({}, {"dropout_step": 1 / 16}, {"dropout": 0.7}), ({}, {"deterministic": False}, {}),
