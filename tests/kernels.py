@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,12 +16,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import attention
 from attention import Backend, Caps, manual
 
 CAPS = Caps(right=True, scale=True, softcap=True, sinks=True, caches=("none", "dynamic", "static"))
-MADE: dict[str, Backend] = {}
-_numbers = map(str, itertools.count())
+MADE: list[Backend] = []
 
 
 def backend(attend: Callable[..., Tensor], fallback: str | None = "manual",
@@ -32,19 +29,10 @@ def backend(attend: Callable[..., Tensor], fallback: str | None = "manual",
 
 def as_file(folder: Path, attend: Callable[..., Tensor], **options: Any) -> str:
     """Write a kernel file named "mine" that runs `attend`."""
-    number = next(_numbers)
-    MADE[number], path = backend(attend, **options), folder / f"mine{number}.py"
-    path.write_text(f"import kernels\nBACKEND = kernels.MADE[{number!r}]\n")
+    path = folder / f"mine{len(MADE)}.py"
+    path.write_text(f"import kernels\nBACKEND = kernels.MADE[{len(MADE)}]\n")
+    MADE.append(backend(attend, **options))
     return str(path)
-
-
-def wrong_beyond(n: int) -> Backend:
-    """Right up to so many keys."""
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, spec: Any, **options: Any) -> Tensor:
-        return manual.attend(q, k, torch.cat((v[:, :n], 2 * v[:, n:]), 1), spec, **options)
-
-    return backend(attend)
 
 
 class Recorder:
@@ -97,10 +85,3 @@ def hub_of(patch: Any, make: Callable[[str], Any]) -> list[tuple[str, str | None
     vars(module).update(get_kernel=get_kernel, __spec__=metadata.__spec__, __version__="0.17.2")
     patch.setitem(sys.modules, "kernels", module)
     return calls
-
-
-def taken_back(patch: Any, *names: str) -> None:
-    """Names that a test registers are unknown again after it."""
-    for known in (attention.BACKENDS, attention.names._BY_ANY_NAME):
-        for name in names:
-            patch.setitem(known, name, None)

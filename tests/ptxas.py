@@ -13,11 +13,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # as a script
+from support_tables import ROOT, markdown, put
+
 PAGE = ROOT / "docs" / "SUPPORT.md"
 # Kilobytes of shared memory for a thread block, by compute capability (CUDA C++ Programming Guide),
 # and a GPU that has it.
@@ -41,38 +40,29 @@ def compiled(case: Case) -> dict[str, Any]:
     from attention.triton import paged_kernels as paged
 
     capability, dtype, head_dim, kernel, features = case[:5]
-    options: dict[str, Any] = {"enable_fp_fusion": True}
+    M, N, warps, stages = tile = tile_of(case)
     group = 4 if "group" in features else 1
-    types = {"L": "*fp32", "Delta": "*fp32", "Run": "*i32", "Seed": "*i64", "Sinks": "*fp32",
-             "Slopes": "*fp32", "tau": "fp32", "softcap": "fp32", "keep": "fp32"}
-    types |= {name: "*" + dtype for name in ("Q", "K", "V", "O", "dO", "dQ", "dK", "dV", "Out")}
-    padded = max(16, triton.next_power_of_2(head_dim))
-    given: dict[str, Any] = {"HEAD_DIM": head_dim, "BLOCK_D": padded}
-    optional = ["Run", "Seed", "Sinks", "Slopes", "window", "softcap"]
-    tile = tile_of(case)
-    if kernel in flash.KERNELS:
-        fn = flash.KERNELS[kernel]
-        given |= {"BLOCK_M": tile[0], "BLOCK_N": tile[1], "GROUP": group}
-        given |= {"TMA": "tma" in features} if "TMA" in fn.arg_names else {}
-    else:
-        fn = paged.decode_kernel if kernel == "decode" else paged.combine_kernel
-        types |= dict.fromkeys(("Table", "Start", "Count"), "*i32")
-        types |= dict.fromkeys(("Partial", "M"), "*fp32")
-        optional.remove("window")  # a number, there
-        given |= {"R": group, "BLOCK_R": tile[0], "BLOCK_N": tile[1], "BLOCK_S": tile[1]}
-        given = {name: x for name, x in given.items() if name in fn.arg_names}
-    options |= {"num_warps": tile[2], "num_stages": tile[3]}
-    given |= {name: None for name in optional
-              if name in fn.arg_names and name.lower() not in features}
-    signature = {name: types.get(name, "i32") for name in fn.arg_names}
+    kernels = {**flash.KERNELS, "decode": paged.decode_kernel, "combine": paged.combine_kernel}
+    names = kernels[kernel].arg_names
+    types = dict.fromkeys(("Q", "K", "V", "O", "dO", "dQ", "dK", "dV", "Out"), "*" + dtype)
+    types |= dict.fromkeys(("L", "Delta", "Sinks", "Slopes", "Partial", "M"), "*fp32")
+    types |= dict.fromkeys(("Run", "Table", "Start", "Count"), "*i32") | {"Seed": "*i64"}
+    types |= dict.fromkeys(("tau", "softcap", "keep"), "fp32")
+    given = {"HEAD_DIM": head_dim, "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
+             "BLOCK_M": M, "BLOCK_R": M, "BLOCK_N": N, "BLOCK_S": N, "GROUP": group, "R": group,
+             "TMA": "tma" in features}
+    given |= {name: None for name in ("Run", "Seed", "Sinks", "Slopes", "window", "softcap")
+              if name.lower() not in features}
+    if kernel == "decode":
+        given.pop("window", None)  # a number, there
+    given = {name: x for name, x in given.items() if name in names}
+    signature = {name: "constexpr" if name in given else types.get(name, "i32") for name in names}
     # What the launcher finds out: pointers and strides are multiples of 16.
-    aligned = [n for n, name in enumerate(fn.arg_names)
-               if signature[name][0] == "*" or re.fullmatch("[a-z]+_[a-z]+", name)]
-    signature |= dict.fromkeys(given, "constexpr")
-    attrs = {(n,): [["tt.divisibility", 16]] for n in aligned
-             if signature[fn.arg_names[n]] != "constexpr"}
-    source = ASTSource(fn, signature, constexprs=given, attrs=attrs)
-    done = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    attrs = {(n,): [["tt.divisibility", 16]] for n, name in enumerate(names)
+             if signature[name][0] == "*" or re.fullmatch("[a-z]+_[a-z]+", name)}
+    source = ASTSource(kernels[kernel], signature, constexprs=given, attrs=attrs)
+    done = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={
+        "enable_fp_fusion": True, "num_warps": warps, "num_stages": stages})
     ptx: str = done.asm["ptx"]
     registers, spilled = assembled(ptx, capability)
     return {
@@ -90,7 +80,7 @@ def assembled(ptx: str, capability: int) -> tuple[int, int]:
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as f:
         f.write(ptx)
         f.flush()
-        target = re.search(r"\.target (\w+)", ptx)[1]  # type: ignore[index]
+        target = re.search(r"\.target (\w+)", ptx)[1]
         options = ["-v", f"--gpu-name={target}", f.name, "-o", os.devnull]
         said = subprocess.run([tool, *options], capture_output=True, text=True).stderr
     spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
@@ -100,15 +90,16 @@ def assembled(ptx: str, capability: int) -> tuple[int, int]:
 
 
 def table(cell: Callable[[Case], str]) -> str:
-    head = ("compiled for", "KB a block", "dtype", "head_dim", *COLUMNS.values())
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    rows = []
     for capability, gpu in GPUS.items():
         for dtype, head_dim in SHAPES:
             kind = {"half": "fp16" if capability == 75 else "bf16"}.get(dtype, dtype)
-            place = f"{capability / 10} ({gpu})", str(SHARED[capability]), kind, str(head_dim)
-            cells = (cell((capability, kind, head_dim, kernel, "")) for kernel in COLUMNS)
-            lines.append(f"| {' | '.join((*place, *cells))} |")
-    return "\n".join(lines)
+            cells = {title: cell((capability, kind, head_dim, kernel, ""))
+                     for kernel, title in COLUMNS.items()}
+            rows.append({"compiled for": f"{capability / 10} ({gpu})",
+                         "KB a block": str(SHARED[capability]), "dtype": kind,
+                         "head_dim": str(head_dim), **cells})
+    return markdown(rows)
 
 
 def tile_of(case: Case) -> tuple[int, int, int, int]:
@@ -136,9 +127,7 @@ def text_of(got: dict[str, Any]) -> str:
 
 def main(words: list[str]) -> None:
     if not words:
-        import support_tables
-
-        support_tables.put(PAGE, table(lambda case: text_of(compiled(case))))
+        put("docs/SUPPORT.md", table(lambda case: text_of(compiled(case))))
     for case in json.loads(words[0]) if words else ():
         try:
             got = compiled(case)

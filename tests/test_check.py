@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checkout import ROOT
@@ -114,16 +115,18 @@ def planted(bug: str, folder: Path) -> tuple[Path, str]:
 
 
 def ask(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str]:
-    code = check.main([str(word) for word in words])
+    code = check.main(["--quick", "--device=cpu", *map(str, words)])
     return code, capsys.readouterr().out
 
 
-QUICK = "--quick", "--device=cpu"
+def report_of(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, Any]:
+    code, said = ask(capsys, "--json", *words)
+    return code, json.loads(said)
 
 
 @pytest.mark.slow
 def test_a_kernel_without_a_bug_passes_every_test(capsys) -> None:
-    code, said = ask(capsys, HONEST, *QUICK, "--dtype=float32,bfloat16", "--length=600")
+    code, said = ask(capsys, HONEST, "--dtype=float32,bfloat16", "--length=600")
     assert code == 0 and "To repeat" not in said, said
     rows = dict(re.findall(r"^([^\d\n]+?)  +([\d-]+) +- +[\d-]+$", said, re.M))
     assert len(rows) > 20 and f"sample of {rows['total']} cases" in said
@@ -139,9 +142,7 @@ FAST = 3  # bugs of the fast tests
 def test_a_planted_bug_is_found_and_named(bug: str, tmp_path: Path, capsys) -> None:
     """The first failure names the broken property."""
     path, row = planted(bug, tmp_path)
-    words = [path, "--quick", "--dtype=float32", "--device=cpu", "--json", "--first"]
-    code, said = ask(capsys, *words)
-    report = json.loads(said)
+    code, report = report_of(capsys, path, "--dtype=float32", "--first")
     failed = {name for name, n in report["features"].items() if n["failed"]}
     assert code == 1 and len(report["failures"]) == 1
     assert row in failed, report["failures"]
@@ -156,8 +157,8 @@ def test_a_planted_bug_is_found_and_named(bug: str, tmp_path: Path, capsys) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("bug", ["window off by one", "gradient assumed dense"])
 def test_the_script_of_a_case_prints_both_results_anywhere(bug, tmp_path: Path, capsys) -> None:
-    words = [planted(bug, tmp_path)[0], *QUICK, "--dtype=float32", "--first", "--json"]
-    report = json.loads(ask(capsys, *words)[1])
+    path, _ = planted(bug, tmp_path)
+    _, report = report_of(capsys, path, "--dtype=float32", "--first")
     run = subprocess.run([sys.executable, "-"], input=report["script"], cwd=tmp_path,
                          capture_output=True, text=True)
     assert run.returncode == 0 and "q (2, " in run.stdout, run.stderr
@@ -191,8 +192,7 @@ def wrapped(folder: Path, caps: str, line: str = "") -> Path:
 def test_what_is_declared_and_not_tested_is_a_failure(caps, names, tmp_path, capsys) -> None:
     path = wrapped(tmp_path, "dtypes=('float32', 'float16'), " + caps,
                    "if spec.cache == 'paged': k, v = (t.new_zeros(t.shape) for t in (k, v))")
-    code, said = ask(capsys, path, "--dtype=float32", "--device=cpu", "--json", "--quick")
-    report = json.loads(said)
+    code, report = report_of(capsys, path, "--dtype=float32")
     assert report["untested"] == [f"{name} on cpu" for name in names]
     assert code == bool(names or report["failures"])
 
@@ -201,15 +201,14 @@ def test_what_a_kernel_raises_and_what_it_refuses(tmp_path: Path, capsys) -> Non
     """It declares softcap and raises, has no backward pass, and one dtype."""
     path = wrapped(tmp_path, "devices=('cpu',), dtypes=('float32',), softcap=True, grad=False",
                    "if spec.softcap: raise NotImplementedError('one day')")
-    words = path, "--dtype=float32,float16", "--quick", "--json", "--device=cpu"
-    code, said = ask(capsys, *words)
-    report, features = json.loads(said), json.loads(said)["features"]
+    code, report = report_of(capsys, path, "--dtype=float32,float16")
+    features = report["features"]
     assert code == 1
     assert {f["why"] for f in report["failures"]} == {"NotImplementedError: one day"}
     assert features["softcap"]["failed"] and not features["softcap"]["passed"]
     assert features["causal"]["passed"] and not features["gradients"]["passed"]
     assert any("backward" in why for why in report["refusals"])
-    text = ask(capsys, path, "--dtype=float32,float16", *QUICK)[1].partition("Refused")[2]
+    text = ask(capsys, path, "--dtype=float32,float16")[1].partition("Refused")[2]
     lines = text.partition("\n\n")[0].splitlines()[1:]  # a reason a line, whatever its numbers
     for word in ("cache", "float16", "sinks"):
         assert sum(word in line for line in lines) == 1, lines
@@ -224,8 +223,7 @@ def test_a_leak_within_the_tolerance_is_found(tmp_path: Path, capsys) -> None:
                    "q, k, v, spec, **more) * (1 + 4e-7 * v[:, -1:].detach().mean())")
     for test, code in (("33", 1), ("33-gqa", 1), ("97", 0), ("packed", 0)):
         name = f"causality, {test}" if code else test
-        words = path, f"--test={name}", "--dtype=float32", "--device=cpu"
-        assert ask(capsys, *words)[0] == code, name
+        assert ask(capsys, path, f"--test={name}", "--dtype=float32")[0] == code, name
 
 
 def test_the_warning_of_a_rejected_file_names_the_command(tmp_path: Path) -> None:

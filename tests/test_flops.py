@@ -58,7 +58,7 @@ def test_n_params_is_the_real_models(changes, heads) -> None:
     assert n_params(config) == model.get_num_params()
 
 
-@pytest.mark.parametrize("T", [1, 2, 5, 64, 100, 1025])
+@pytest.mark.parametrize("T", [1, 2, 64, 1025, 2100])
 def test_mean_keys_counts_what_is_visible(T) -> None:
     for window in (None, 1, 2, 7, T - 1 or 1, T, T + 1, 10 * T):
         at = torch.arange(T)
@@ -71,15 +71,11 @@ def test_mean_keys_counts_what_is_visible(T) -> None:
 
 @pytest.mark.parametrize("options", [{"bias": True}, {"bias": False, "n_kv_head": 2}, LLAMA],
                          ids=["gpt2", "gqa", "llama"])
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_the_formula_against_flop_counter_mode(options, checkpointing) -> None:
-    """But for norm gains and biases; addmm_ is new to the counter; checkpointing computes each
-    forward again. manual computes the whole square of scores."""
-    B, T = 2, 24
+def test_the_formula_against_flop_counter_mode(options) -> None:
+    """But for norm gains and biases; addmm_ is new to the counter. manual computes the whole square
+    of scores."""
     config = GPTConfig(32, 65, 3, 4, 16, attention_backend="manual", **options)
-    model = GPT(config)
-    model.gradient_checkpointing = checkpointing
-    idx = torch.randint(65, (B, T))
+    model, idx = GPT(config), torch.randint(65, (2, 24))
     model(idx, idx)
 
     def addmm_flops(self, a, b, out_shape, **kwargs) -> int:  # the shapes of its arguments
@@ -87,18 +83,10 @@ def test_the_formula_against_flop_counter_mode(options, checkpointing) -> None:
 
     counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: addmm_flops})
     with counter:
-        _, loss = model(idx, idx)
-        loss.backward()
-
+        model(idx, idx)[1].backward()
     elementwise = sum(p.numel() for p in model.parameters() if p.dim() == 1)
-    expected = (flops_per_token(config, T) - 6 * elementwise) * B * T
-    if checkpointing:
-        in_blocks = sum(p.numel() for p in model.transformer.h.parameters() if p.dim() == 2)
-        again = 2 * in_blocks + 4 * config.n_layer * config.n_head * config.head_dim * T
-        # It stops early: the last product of a block gives nothing that its backward needs.
-        again -= config.n_layer * 2 * config.hidden * config.n_embd
-        expected += again * B * T
-    assert counter.get_total_flops() == expected
+    a_token = flops_per_token(config, idx.shape[1]) - 6 * elementwise
+    assert counter.get_total_flops() == a_token * idx.numel()
 
 
 def test_the_peak_is_that_of_either_setting_of_tf32(monkeypatch) -> None:

@@ -9,13 +9,13 @@ import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import kernels
 import pytest
 import torch
-from checkout import ROOT
 
 import attention
 import checkpoint
@@ -25,34 +25,16 @@ from attention.__main__ import main
 from attention.machine.system import import_version
 from attention.masks import Mods
 from attention.proof import Inputs, truth
-from bench.job import names
-from bench.settings import load_config
-from core.settings import UserError
 from model import GPT, GPTConfig
 
 F32 = Spec(4, 2, 16, "float32")
 KERNEL = """from nanoattn import Backend, Caps, get
 print("it ran")
-BACKEND = Backend("mine", "a test's", get("manual").attend, (Caps({caps}),), "sdpa", ("mine_too",))
+BACKEND = Backend("mine", "a test's", get("manual").attend, (Caps(),), "sdpa", ("mine_too",))
 """
 ENTRY = """[nanoattn.backends]
 offered = offered_kernels.mine:BACKEND
 broken = offered_kernels.no:X
-"""
-# FlashAttention's two functions by PyTorch's SDPA: no window. A test replaces CAUSAL.
-REPOSITORY = """import torch
-import torch.nn.functional as F
-def flash_attn_func(q, k, v, softmax_scale=None, causal=False):
-    mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(CAUSAL) if causal else None
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, mask, scale=softmax_scale,
-                                          enable_gqa=True).transpose(1, 2)
-def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-                           softmax_scale=None, causal=False):
-    q, k, v = (t.tensor_split(cu[1:-1].cpu().long()) for t, cu in
-               ((q, cu_seqlens_q), (k, cu_seqlens_k), (v, cu_seqlens_k)))
-    return torch.cat([flash_attn_func(*(t[None] for t in x), softmax_scale, causal)[0]
-                      for x in zip(q, k, v)])
 """
 COMMIT = "0123456789abcdef" * 2 + "01234567"
 HUB = f"hub:somebody/kernels@{COMMIT}"
@@ -68,8 +50,8 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder, info = tmp_path / "offered_kernels", tmp_path / "offered_kernels-1.0.dist-info"
     folder.mkdir(), info.mkdir(), (tmp_path / "data").mkdir()
     for path in (tmp_path / "mine.py", folder / "mine.py"):
-        path.write_text(KERNEL.format(caps=""))
-    (folder / "named_sdpa.py").write_text(KERNEL.format(caps="").replace('"mine"', '"sdpa"'))
+        path.write_text(KERNEL)
+    (folder / "named_sdpa.py").write_text(KERNEL.replace('"mine"', '"sdpa"'))
     (info / "METADATA").write_text("Metadata-Version: 2.4\nName: offered-kernels\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(ENTRY)
     (tmp_path / "prefix.py").write_text(PREFIX)
@@ -93,9 +75,6 @@ def test_a_kernel_runs_once_a_process_when_it_is_used(name, package, capsys) -> 
     assert ran == "it ran\n" or (ran == "" and name != "mine.py")
 
 
-OWN = KERNEL.format(caps="")
-
-
 @pytest.mark.parametrize("name, text, words", [
     ("offered_kernels.no:X", "", "offered_kernels.no"), ("offered_kernels.mine:X", "", "'X'"),
     ("offered_kernels.mine:get", "", "BACKEND"), ("a b:c", "", "package.module:BACKEND"),
@@ -103,8 +82,8 @@ OWN = KERNEL.format(caps="")
     ("flex:no.py", "", "no.py"), ("none.py", "", "none.py"), *(("bad.py", text, f"bad.py {why}")
      for text, why in (
         ("x = 1", "BACKEND"), ("BACKEND = {}", "BACKEND"),
-        (OWN.replace('"mine"', '"auto"'), "auto"), (OWN.replace('"sdpa"', "'auto'"), "auto"),
-        (OWN.replace("(Caps(),)", "(Caps())"), "caps"),
+        *((KERNEL.replace(old, new), word) for old, new, word in (
+            ('"mine"', '"auto"', "auto"), ('"sdpa"', '"auto"', "auto"), ("(),)", "())", "caps"))),
         ("def f():\n  return 1 / 0\n\nx = f()", "line 2: ZeroDivisionError"),
         ("def f():\n  return [\n", "line 2: SyntaxError"),
         ("import sys\nsys.exit('bye')", "line 2: SystemExit")))])
@@ -139,30 +118,33 @@ def test_a_checkpoint_a_resumed_run_or_a_record_runs_no_code(name, package, capl
     assert capsys.readouterr().out == "" and "offered_kernels.mine" not in sys.modules
 
 
-def test_the_bench_takes_a_path(package) -> None:
-    def of(word: str) -> list[str]:
-        config = load_config([str(ROOT / "config" / "bench_cpu.py"), f"--backends={word}"])
-        return names(config.settings, "cpu")[0]
-
-    assert of("manual,mine.py") == ["manual", "mine.py"] and of("mine.py") == ["mine.py"]
-    with pytest.raises(UserError, match=r"none\.py"):
-        of("none.py")
-
-
-def test_entry_points_are_listed_with_their_times_or_reasons(package, capsys, monkeypatch) -> None:
-    monkeypatch.setattr("attention.__main__.BACKENDS", {"manual": BACKENDS["manual"]})
+def test_every_backend_is_in_the_table_with_its_times_or_reasons(
+    package, capsys, monkeypatch
+) -> None:
+    """In text and JSON; entry points too."""
+    few = {n: BACKENDS[n] for n in ("manual", "tiled", "paged", "sdpa_cudnn")}
+    monkeypatch.setattr("attention.__main__.BACKENDS", few)
     kernels.hurry(monkeypatch)
-    main(["--json", "--device=cpu", "--seq_len=16", "--n_head=2", "--head_dim=16", "--window=3"])
-    found: Any = json.loads(capsys.readouterr().out.removeprefix("it ran\n"))
+    words = ["--device=cpu", "--seq_len=16", "--n_head=2", "--head_dim=16", "--window=3"]
+    main([*words, "--segments"])
+    able, unable = capsys.readouterr().out.split("does not run")
+    for name in ("manual", "tiled", "offered"):
+        forward, both, error = map(float, able.split(f"\n{name} ")[1].split()[:3])
+        assert 0 < forward < both and error < 1e-5
+    assert "window 3" in able and "segments" in able and "offered_kernels.no" in unable
+    assert "paged" in unable and "sdpa_cudnn" in unable and "cuda" in unable
+    main([*words, "--json", "--kv_cache=paged", "--page_size=16"])
+    found: Any = json.loads(capsys.readouterr().out)
     rows = {row["name"]: row for row in found["backends"]}
-    assert set(rows) == {"manual", "offered", "broken"} and found["spec"]["window"] == 3
-    assert found["versions"]["torch"] == torch.__version__ and found["shape"]["keys"] == 16
-    assert rows["offered"]["ms"]["forward"] > 0 and rows["offered"]["error"] < 1e-5
-    assert "offered_kernels.no" in rows["broken"]["why"][0]
+    assert set(rows) == {*few, "offered", "broken"} and found["spec"]["page_size"] == 16
+    assert found["versions"]["torch"] == torch.__version__ and found["shape"]["queries"] == 1
+    assert rows["paged"]["ms"]["forward"] > 0 and rows["paged"]["error"] < 1e-5
+    assert "paged" in rows["manual"]["why"][0] and "offered_kernels.no" in rows["broken"]["why"][0]
 
 
-def test_a_registered_backend_has_its_names_in_this_process(monkeypatch) -> None:
-    kernels.taken_back(monkeypatch, "mine", "mine_too")
+@patch.dict(BACKENDS)
+@patch.dict(attention.names._BY_ANY_NAME)
+def test_a_registered_backend_has_its_names_in_this_process() -> None:
     ours = Backend("mine", "a test's", get("tiled").attend, (Caps(),), "sdpa", ("mine_too",))
     assert attention.register(ours) is get("mine") is get("mine_too") is BACKENDS["mine"]
     assert select("mine_too", F32, "cpu").backend is ours
@@ -174,18 +156,32 @@ def test_a_registered_backend_has_its_names_in_this_process(monkeypatch) -> None
 # --- the hub ---
 
 
+def repository(name: str) -> Any:
+    """FlashAttention's functions by PyTorch's SDPA: no window; "wrong": of another offset."""
+
+    def flash_attn_func(q, k, v, softmax_scale=None, causal=False):
+        offset = 1 if "wrong" in name else k.shape[1] - q.shape[1]
+        mask = torch.ones(q.shape[1], k.shape[1]).tril(offset).bool() if causal else None
+        out = torch.nn.functional.scaled_dot_product_attention(
+            *(t.transpose(1, 2) for t in (q, k, v)), mask, scale=softmax_scale, enable_gqa=True)
+        return out.transpose(1, 2)
+
+    def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+                               softmax_scale=None, causal=False):
+        cu = cu_seqlens_q, cu_seqlens_k, cu_seqlens_k
+        texts = zip(*(t.tensor_split(c[1:-1].long()) for t, c in zip((q, k, v), cu)))
+        return torch.cat([flash_attn_func(*(t[None] for t in text), softmax_scale, causal)[0]
+                          for text in texts])
+
+    return SimpleNamespace(flash_attn_func=flash_attn_func,
+                           flash_attn_varlen_func=flash_attn_varlen_func)
+
+
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """Calls of get_kernel, which runs REPOSITORY."""
-
-    def make(repository: str) -> ModuleType:
-        found = ModuleType("found")
-        offset = "1" if "wrong" in repository else "k.shape[1] - q.shape[1]"
-        exec(REPOSITORY.replace("CAUSAL", offset), found.__dict__)
-        return found
-
+    """Calls of get_kernel."""
     import_version.cache_clear()
-    yield kernels.hub_of(monkeypatch, make)
+    yield kernels.hub_of(monkeypatch, repository)
     import_version.cache_clear()
 
 
@@ -231,8 +227,6 @@ def test_the_truth_has_its_mask_and_its_scores_and_counts_its_pairs() -> None:
     wanted = out, *torch.autograd.grad(out, (q, k, v), dout)
     for got, want in zip((exact.out, exact.dq, exact.dk, exact.dv), wanted):
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
-    prefix = Mods(lambda b, h, i, j: (j <= i) | (j < 40))  # sees max(i + 1, 40) keys
-    assert prefix.mean_keys(300, 3) == sum(max(i + 1, 40) for i in range(300)) / 300
     by_head = Mods(lambda b, h, i, j: (j <= i) & (i - j <= h))
     assert by_head.mean_keys(9, 2) == (9 + 17) / 18
 

@@ -55,14 +55,6 @@ def test_a_right_kernel_passes(name, heads, D, dtype, window, cache, changes) ->
             return
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["flex", "triton"])
-def test_a_right_kernel_of_a_compiler_passes(name) -> None:
-    for changes in ({"grad": False, "window": 9}, {"dropout": 0.2}):
-        spec = Spec(4, 2, 32, "float32", **changes)
-        assert BACKENDS[name].why_not(spec, HERE) or probe(BACKENDS[name], spec, "cpu").why == ()
-
-
 # --- wrong kernels: each is right but for one thing ---
 
 
@@ -90,17 +82,12 @@ def raises(error: BaseException) -> Callable[..., Tensor]:
     return attend
 
 
-class Scaled(torch.autograd.Function):
+def scaled(x: Tensor, factor: float) -> Tensor:
     """The identity, whose gradient is a little too large."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad * ctx.factor, None
+    same = x.view_as(x)
+    if x.requires_grad:
+        same.register_hook(lambda grad: grad * factor)
+    return same
 
 
 class Unprintable(Exception):
@@ -118,7 +105,7 @@ BROKEN: dict[str, tuple[Callable[..., Any], Spec, str]] = {  # and a word of the
     "no view": (lambda q, k, v, s, cache: manual.attend(q, k, v, replace(s, cache="none")),
                 STATIC, "out"),
     "a place late": (moved(1), STATIC, "out"), "a place early": (moved(-1), STATIC, "out"),
-    "dk off": (on(lambda q, k, v: (q, Scaled.apply(k, 1.01), v)), SPEC, "dk"),
+    "dk off": (on(lambda q, k, v: (q, scaled(k, 1.01), v)), SPEC, "dk"),
     "no gradient": (after(lambda out, v: out.detach()), SPEC, "requires_grad"),
     "transposed": (after(lambda out, v: out.transpose(1, 2)), QUIET, "(2, 4, "),
     "another dtype": (after(lambda out, v: out.half()), SPEC, "float16"),
@@ -146,8 +133,8 @@ BROKEN: dict[str, tuple[Callable[..., Any], Spec, str]] = {  # and a word of the
         ("scale 6 % off", "out", on(lambda q, k, v: (q * 1.06, k, v))),
         ("0.02 too large", "out", after(lambda out, v: out + 0.02)),
         ("a lost key", "out", on(lambda q, k, v: (q, k, torch.cat((0 * v[:, :1], v[:, 1:]), 1)))),
-        ("dv 4 % off", "dv", on(lambda q, k, v: (q, k, Scaled.apply(v, 1.04)))),
-        ("dq 4 % off", "dq", on(lambda q, k, v: (Scaled.apply(q, 1.04), k, v))))},
+        ("dv 4 % off", "dv", on(lambda q, k, v: (q, k, scaled(v, 1.04)))),
+        ("dq 4 % off", "dq", on(lambda q, k, v: (scaled(q, 1.04), k, v))))},
 }
 
 
@@ -181,28 +168,25 @@ def test_a_planted_bug_is_refused_in_the_kind_that_has_it(bug: str, tmp_path: Pa
 # --- at the length of a call ---
 
 
-@pytest.mark.parametrize("Tq, changes", [
-    (1, {"grad": False}), (900, {"window": 50}), (900, {"segments": True, "dtype": "bfloat16"}),
-    (1, {"grad": False, "cache": "dynamic"}), (900, {"grad": False, "cache": "static"}),
-    (900, {"right": None, "sinks": True})])
+LATE = {  # wrong from the 700th key on
+    "out": lambda q, k, v: (q, k, torch.cat((v[:, :700], 2 * v[:, 700:]), 1)),
+    "dk": lambda q, k, v: (q, torch.cat((k[:, :700], scaled(k[:, 700:], 1.1)), 1), v)}
+
+
+@pytest.mark.parametrize("fault, Tq, changes", [
+    ("out", 1, {"grad": False}), ("out", 900, {"window": 50}), ("dk", 900, {}),
+    ("out", 900, {"segments": True, "dtype": "bfloat16"}),
+    ("out", 1, {"grad": False, "cache": "dynamic"}),
+    ("out", 900, {"grad": False, "cache": "static"}), ("out", 900, {"right": None, "sinks": True})])
 def test_a_kernel_wrong_beyond_some_keys_is_refused_where_they_are_used(
-    Tq, changes, tmp_path
+    fault, Tq, changes, tmp_path
 ) -> None:
-    spec, file = replace(SPEC, **changes), kernels.as_file(
-        tmp_path, kernels.wrong_beyond(700).compute)
-    assert select(file, spec, "cpu", STRICT, shape=(2, Tq, 700)).backend.name == "mine"
-    with pytest.raises(BackendUnavailable, match="out"):
+    spec, file = replace(SPEC, **changes), kernels.as_file(tmp_path, on(LATE[fault]))
+    shape = 2, min(Tq, 700), 700
+    assert select(file, spec, "cpu", STRICT, shape=shape).backend.name == "mine"
+    with pytest.raises(BackendUnavailable, match=rf"1,000 .*{fault}"):
         select(file, spec, "cpu", STRICT, shape=(2, Tq, 1000))
     assert select(file, spec, "cpu", shape=(2, Tq, 1000)).backend.name == "manual"
-
-
-def test_a_gradient_wrong_beyond_some_keys_is_found() -> None:
-    """Few compared queries reach dK of the last keys."""
-    mine = kernels.backend(on(lambda q, k, v: (
-        q, torch.cat((k[:, :700], Scaled.apply(k[:, 700:], 1.1)), 1), v)))
-    assert probe(mine, SPEC, "cpu").why == () == probe_long(mine, SPEC, "cpu", (2, 700, 700))
-    [reason] = probe_long(mine, SPEC, "cpu", (2, 1000, 1000))
-    assert "dk" in reason and "1,000" in reason
 
 
 @pytest.mark.parametrize("changes", [
@@ -240,21 +224,21 @@ def test_a_proof_costs_about_one_call(Tq, Tk, changes, tmp_path) -> None:
     ("Triton Error [CUDA]: an illegal memory access was encountered", True),
     ("CUDA error: no kernel image is available for execution on the device", False),
     ("CUDA out of memory. Tried to allocate 2.00 GiB", False)])
-@pytest.mark.parametrize("T", [100, 1000])  # in the first probe, and in that of the call's length
-def test_no_kernel_is_tried_on_a_gpu_that_another_has_crashed(text, lost, T, tmp_path) -> None:
+@pytest.mark.parametrize("least", [1, 1000])  # in the first probe, or at the call's length
+def test_no_kernel_is_tried_on_a_gpu_that_another_has_crashed(text, lost, least, tmp_path) -> None:
     """A fallback would get the blame."""
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **options: Any) -> Tensor:
-        if k.shape[1] >= min(T, 1000) or T < 256:
+    def change(*qkv: Tensor) -> tuple[Tensor, ...]:
+        if qkv[1].shape[1] >= least:
             raise torch.AcceleratorError(text)
-        return manual.attend(q, k, v, spec, **options)
+        return qkv
 
-    file = kernels.as_file(tmp_path, attend, fallback="sdpa")
+    file = kernels.as_file(tmp_path, on(change), fallback="sdpa")
     if not lost:
-        assert select(file, SPEC, "cpu", shape=(1, T, T)).backend.name == "sdpa"
+        assert select(file, SPEC, "cpu", shape=(1, 1000, 1000)).backend.name == "sdpa"
         return
     with pytest.raises(DeviceLost, match=r"mine .*--attention_backend=sdpa") as e:
-        select(file, SPEC, "cpu", shape=(1, T, T))
+        select(file, SPEC, "cpu", shape=(1, 1000, 1000))
     assert "\n" not in str(e.value) and text.partition("\n")[0] in str(e.value)
 
 
