@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -90,16 +91,13 @@ def own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
         yield
 
 
+@hypothesis.register_random
 class TorchRandom:
     """hypothesis seeds torch's generator: examples repeat."""
 
     seed = staticmethod(torch.manual_seed)
     getstate = staticmethod(torch.get_rng_state)
     setstate = staticmethod(torch.set_rng_state)
-
-
-TORCH_RANDOM = TorchRandom()  # hypothesis holds it weakly
-hypothesis.register_random(TORCH_RANDOM)
 
 
 @pytest.fixture(autouse=True)
@@ -113,13 +111,27 @@ def switches_as_they_were() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-@cache
+@pytest.fixture(scope="session")
 def probe_once() -> Any:
-    return cache(importlib.import_module("attention.select").probe)
+    return cache(importlib.import_module("attention.select").probe)  # not the function select
 
 
 @pytest.fixture
-def remembered_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+def remembered_probes(monkeypatch: pytest.MonkeyPatch, probe_once: Any) -> None:
     """A backend is probed once for each Spec."""
-    # attention.select is the function.
-    monkeypatch.setattr(sys.modules["attention.select"], "probe", probe_once())
+    monkeypatch.setattr(sys.modules["attention.select"], "probe", probe_once)
+
+
+BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome", "chromium-browser", "chrome")
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    """A real browser, driven by playwright."""
+    path = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if path is None:
+        pytest.skip(f"no browser: none of {', '.join(BROWSERS)} is installed")
+    with pytest.importorskip("playwright.sync_api").sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield browser
+        browser.close()

@@ -61,27 +61,21 @@ def test_a_command_of_the_course_runs(line, capsys, tmp_path) -> None:
     assert not redirected or compile(text, redirected, "exec")
 
 
-PAGE = """<!-- code: ask.py ask from "b = 1" to "return" -->
-old
-<!-- end -->
-between
-<!-- figure: mask --Tq=1 --Tk=2 -->
-<!-- end -->
-"""
+MARKS = [  # a file, a name, a line, a figure or its option that is not there; no end
+    "code: none.py f -->\n<!-- end", "code: model.py f -->\n<!-- end", "code: model.py GPT",
+    'code: model.py GPT from "no such" to "line" -->\n<!-- end', "figure: musk -->\n<!-- end",
+    "figure: mask --Tz=1 -->\n<!-- end",
+]
 
 
-def test_marks_are_filled_or_refused(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(build, "ROOT", tmp_path)
-    (tmp_path / "ask.py").write_text("@cached\ndef ask(a):\n    b = 1\n    return b\n")
-    fresh, changed = build.rebuild(PAGE, tmp_path / "page.md")
-    assert "```python\nb = 1\nreturn b\n```\n<!-- end -->\nbetween\n" in fresh
-    assert "k0 k1\nq0      x  x\n```\n<!-- end -->\n" in fresh.replace("  k1", " k1")
-    assert len(changed) == 2 and build.rebuild(fresh, tmp_path / "page.md") == (fresh, [])
-    assert len(build.rebuild(fresh.replace("b = 1\nret", "b = 1 \nret"), tmp_path / "p")[1]) == 1
-    for old, new in {"ask.py": "none.py", "py ask": "py tell", "b = 1": "d = 1", "mask": "musk",
-                     '"return"': '"cached"', "--Tq": "--Tz", "<!-- end -->\nbetw": "betw"}.items():
+def test_a_stale_or_wrong_mark_is_found() -> None:
+    text = page("5_tiles.md")
+    for old, new in (("```python\n", "```python\n\n"), ("```text\n", "```text\n ")):
+        fresh, changed = build.rebuild(text.replace(old, new, 1), COURSE / "page.md")
+        assert fresh == text and len(changed) == 1
+    for mark in MARKS:
         with pytest.raises(UserError, match=r"page\.md"):
-            build.rebuild(PAGE.replace(old, new), tmp_path / "page.md")
+            build.rebuild(f"<!-- {mark} -->\n", COURSE / "page.md")
 
 
 # --- the numbers of the figures: the rows of a table, then the numbers below it ---

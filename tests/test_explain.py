@@ -13,7 +13,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import browser as browsers
 import numpy as np
 import pytest
 import torch
@@ -29,7 +28,7 @@ from data.tokenizer import CharTokenizer
 from explain import ExplainConfig
 from model import GPT, GPTConfig
 from viewer import page as viewer_page
-from viewer.document import Document, maps, pack, token_of, unpack, watched
+from viewer.document import Document, maps, token_of, unpack, watched
 from viewer.page import as_text as render
 
 PROMPT = "to be, or not\nto be that is"
@@ -145,11 +144,7 @@ def test_an_output_that_is_off_does_not_agree() -> None:
             explained(model)
 
 
-def test_arrays_and_tokens_as_they_are_written() -> None:
-    for a in (np.arange(6, dtype=np.uint8).reshape(2, 3), np.array([0, 258], np.uint16)):
-        back = unpack(pack(a))
-        assert np.array_equal(back, a) and back.dtype == a.dtype
-    assert pack(np.array([258], np.uint16))["data"] == "AgE="  # the low byte first
+def test_tokens_as_they_are_written() -> None:
     for piece, text, label in [(b" the", " the", "␣the"), ("é".encode(), "é", "é"),
                                (b"\xe2\x80", "<E2 80>", "<E2␣80>"), (b"\r\n\t", "\r\n\t", "␍⏎⇥"),
                                (b"", "<end of text>", "<end␣of␣text>"), (b"<b>", "<b>", "<b>")]:
@@ -234,33 +229,11 @@ def test_the_page_is_written_where_asked_and_through_no_link(run, tmp_path, monk
     assert code == 2 and path.name in err and "or not" not in path.read_text()
 
 
-LONG = "a" * 300  # no file may have this name
-
-
-@pytest.mark.parametrize("words, named", [
-    (["--layer=2"], "got 2"), (["--head=-1"], "got -1"), (["--prompt=né"], "'é'"),
-    (["--prompt="], "prompt"), (["--prompt=||", "--segments=|"], "prompt"),
-    (["--window=0"], "window"), (["--segments="], "segments"),
-    (["--prompt=FILE:no/such.txt"], "no/such.txt"), (["--html=no/x.html"], "no/x.html"),
-    (["--promt=a"], "--prompt"), (["--out_dir=no/run"], "no/run"), ([f"--out_dir={LONG}"], LONG),
-    (["--attention_backend=flash_attn_3", "--attention_fallback=False"], "flash_attn_3"),
-])
-def test_a_wrong_setting_is_named(run, words, named) -> None:
-    code, out, err = command(f"--out_dir={run}", *words)
-    assert code == 2 and not out and "Traceback" not in err and named in err
-
-
 # --- the page in a browser ---
 
 HOSTILE = ("</script><script>window.taken = 1</script><img src=x onerror='taken=2'> {{js}} <!-- "
            "&lt;\u2028\"")
 Show = Callable[..., Any]
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
-    with browsers.running() as chromium:
-        yield chromium
 
 
 @pytest.fixture

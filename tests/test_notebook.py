@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import browser as browsers
 import nbformat
 import pytest
 import test_train
@@ -80,7 +79,7 @@ def test_a_function_is_checked_like_a_file(text: str, said: str, capsys: Any) ->
 
 
 @pytest.mark.slow
-def test_the_site_is_complete(tmp_path: Path) -> None:
+def test_the_site_is_complete(tmp_path: Path, chromium: Any) -> None:
     """Formulas are HTML, no file is from elsewhere, and it fits a phone."""
     pytest.importorskip("material")
     run, out = tmp_path / "run", tmp_path / "site"
@@ -89,15 +88,14 @@ def test_the_site_is_complete(tmp_path: Path) -> None:
     assert site.main([f"--run={run}", f"--out={out}"]) == 0
     assert "<math" in (out / "course/1_softmax.html").read_text(encoding="utf-8")
     assert "To be" in (out / "explain.html").read_text(encoding="utf-8")
-    with browsers.running() as browser:
-        phone = browser.new_page(viewport={"width": 420, "height": 800})
-        away: list[str] = []  # requests that need a network
-        phone.on("request", lambda r: r.url.startswith("file:") or away.append(r.url))
-        for page in files("course/[0-9]*.md", "course/answers.md", "docs/*.md"):
-            made = (out / page.relative_to(ROOT)).with_suffix(".html")
-            text = made.read_text(encoding="utf-8")
-            text = re.sub(r"<(code|script|style)\b.*?</\1>|<[^>]*>", "", text, flags=re.S)
-            assert not re.findall(r"\$[^$]+\$|\]\(", text), page.name  # formulas and links
-            phone.goto(made.as_uri())
-            assert phone.evaluate("document.documentElement.scrollWidth") <= 420, page.name
-        assert not away
+    phone = chromium.new_page(viewport={"width": 420, "height": 800})
+    away: list[str] = []  # requests that need a network
+    phone.on("request", lambda r: r.url.startswith("file:") or away.append(r.url))
+    for page in files("course/[0-9]*.md", "course/answers.md", "docs/*.md"):
+        made = (out / page.relative_to(ROOT)).with_suffix(".html")
+        text = made.read_text(encoding="utf-8")
+        text = re.sub(r"<(code|script|style)\b.*?</\1>|<[^>]*>", "", text, flags=re.S)
+        assert not re.findall(r"\$[^$]+\$|\]\(", text), page.name  # formulas and links
+        phone.goto(made.as_uri())
+        assert phone.evaluate("document.documentElement.scrollWidth") <= 420, page.name
+    assert not away

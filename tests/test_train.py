@@ -95,8 +95,6 @@ def enter(main: Callable[[list[str]], int], argv: list[str]) -> tuple[int, str, 
             pytest.raises(SystemExit) as left,
         ):
             exit_on_user_error(lambda: main(argv))
-    except KeyboardInterrupt:  # would end all of pytest
-        pytest.fail("the signal was not handled")
     finally:
         torch.set_num_threads(threads)
         for s, handler in handlers.items():
@@ -125,39 +123,31 @@ def refusal(r: Run) -> str:
     return " ".join(r.err.replace("│", " ").split())
 
 
-# --- the same step in other ways ---
+# --- a run, its evaluations, its sample ---
 
 
-@pytest.mark.parametrize("dtype", few(["bfloat16", "float16"]))
-def test_half_precision_learns_what_float32_learns(dtype, data_dir, tmp_path):
+@pytest.mark.parametrize("how, shown, close", few([
+    ({"dtype": "bfloat16"}, "bfloat16", 0.05), ({"dtype": "float16"}, "float16", 0.05),
+    ({"compile": True}, "compile: on", 1e-4)]))
+def test_half_precision_and_a_compiled_run_learn_the_same(how, shown, close, data_dir, tmp_path):
     want = run(data_dir, tmp_path / "a", max_iters=30).losses()
-    r = run(data_dir, tmp_path / "b", max_iters=30, dtype=dtype)
+    r = run(data_dir, tmp_path / "b", max_iters=30, **how)
     losses = r.losses()
-    assert r.code == 0 and dtype in r.out and losses[1] != want[1]  # it was rounded
+    torch.compiler.reset()
+    assert r.code == 0 and shown in r.out and losses != want  # it was rounded
     assert losses[30] < losses[1] - 0.3
-    assert losses[1] == pytest.approx(want[1], rel=1e-2)
-    assert losses[30] == pytest.approx(want[30], rel=0.05)
+    assert losses[1] == pytest.approx(want[1], rel=close / 5)
+    assert losses[30] == pytest.approx(want[30], rel=close)
 
 
-@pytest.mark.slow
-def test_a_compiled_run_gives_the_same_losses(data_dir, tmp_path):
-    plain = run(data_dir, tmp_path / "a", max_iters=7, log_interval=7)
-    try:
-        r = run(data_dir, tmp_path / "b", max_iters=7, log_interval=7, compile=True)
-    finally:
-        torch.compiler.reset()
-    assert r.code == 0 and "compile: on" in r.out
-    assert r.losses() == pytest.approx(plain.losses(), rel=1e-4)
-    assert r.evaluations()[7][1] == pytest.approx(plain.evaluations()[7][1], rel=1e-4)
-
-
-def test_the_seed_is_of_weights_batches_and_dropout(data_dir, tmp_path):
-    a, b, c = (run(data_dir, tmp_path / str(i), max_iters=2, dropout=0.2, seed=seed).losses()
-               for i, seed in enumerate((7, 7, 8)))  # fmt: skip
-    assert a == b and set(a.values()).isdisjoint(c.values())
-
-
-# --- evaluation ---
+def test_the_seed_is_of_weights_batches_dropout_and_the_sample(data_dir, tmp_path):
+    """Two steps have no ms and no MFU."""
+    a, b, c = (run(data_dir, tmp_path / str(i), max_iters=2, dropout=0.2, seed=seed,
+                   sample_tokens=20) for i, seed in enumerate((7, 7, 8)))
+    one, two, other = (r.out.partition("sample of 20 tokens")[2] for r in (a, b, c))
+    assert a.losses() == b.losses() and {*a.losses().values()}.isdisjoint(c.losses().values())
+    assert one == two != other and one and other and a.code == c.code == 0
+    assert " ms" not in a.out and not any("ms" in row for row in a.rows)
 
 
 def test_an_evaluation_uses_the_same_windows_and_no_dropout(data_dir, tmp_path):
@@ -170,16 +160,23 @@ def test_an_evaluation_uses_the_same_windows_and_no_dropout(data_dir, tmp_path):
     assert len(set(r.losses().values())) == 8
 
 
+def mean_loss(model: Any, data_dir: Path, split: str = "val", sequences: int = 8, block: int = 16,
+              vocab_size: int = 64) -> float:
+    tokens = data.load(data_dir / "tiny", split, block, vocab_size)
+    x, y = next(data.eval_batches(tokens, block, 1, sequences))
+    with torch.no_grad():
+        logits = model(x)[0]
+    return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten()))
+
+
 def test_an_evaluation_is_the_mean_over_its_windows(data_dir, tmp_path):
     """--eval_only gives it again."""
     out = tmp_path / "out"
     found = run(data_dir, out, eval_iters=3, eval_interval=8).evaluations()[8]
     model = checkpoint.load(checkpoint.latest(out)).model().eval()
-    for split, loss in zip(("train", "val"), found, strict=True):
-        tokens = data.load(data_dir / "tiny", split, 16, model.config.vocab_size)
-        x, y = next(data.eval_batches(tokens, 16, 1, 3 * 4))
-        with torch.no_grad():
-            assert loss == pytest.approx(float(model(x, y)[1]), rel=1e-6)
+    V = model.config.vocab_size
+    want = [mean_loss(model, data_dir, split, 3 * 4, vocab_size=V) for split in ("train", "val")]
+    assert found == pytest.approx(want, rel=1e-6)
     before = {p: p.read_bytes() for p in out.rglob("*") if p.is_file()}
     r = run(data_dir, out, init_from="resume", eval_only=True, eval_iters=3)
     assert r.code == 0 and all(f"{loss:.4f}" in r.out for loss in found) and "iter " not in r.out
@@ -188,25 +185,7 @@ def test_an_evaluation_is_the_mean_over_its_windows(data_dir, tmp_path):
     assert {p: p.read_bytes() for p in out.rglob("*") if p.is_file()} == before
 
 
-def test_a_sample_at_the_end(data_dir, tmp_path):
-    """Also of a text without line breaks."""
-    flat = make_data(tmp_path / "data", TEXT.replace("\n", " "))
-    texts = enumerate((data_dir, data_dir, flat))
-    runs = [run(text, tmp_path / str(i), max_iters=2, sample_tokens=20) for i, text in texts]
-    one, two, other = (r.out.partition("sample of 20 tokens")[2] for r in runs)
-    assert one == two != other and one and other and not any(r.code for r in runs)
-
-
 # --- where a run begins ---
-
-
-def mean_loss(model: Any, data_dir: Path, block: int = 16, vocab_size: int = 64) -> float:
-    """2 batches of 4."""
-    tokens = data.load(data_dir / "tiny", "val", block, vocab_size)
-    x, y = next(data.eval_batches(tokens, block, 1, 8))
-    with torch.no_grad():
-        logits = model(x)[0]
-    return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten()))
 
 
 def first_loss(data_dir: Path, out: Path, **changes: Any) -> float:
@@ -248,29 +227,22 @@ def test_from_nanogpts_file_with_the_context_cropped(data_dir, tmp_path):
     knobs = {"init_from": path, "n_layer": 2, "bias": True}
     for T in (16, 32):
         loss = first_loss(data_dir, tmp_path / f"{T}", **knobs, block_size=T)
-        assert loss == pytest.approx(mean_loss(model, data_dir, T), rel=1e-6)
+        assert loss == pytest.approx(mean_loss(model, data_dir, block=T), rel=1e-6)
         saved = checkpoint.load(checkpoint.latest(tmp_path / f"{T}")).config()
         assert (saved.block_size, saved.vocab_size, saved.bias, saved.n_layer) == (T, 64, True, 2)
-    said = refusal(run(data_dir, tmp_path / "33", **knobs, block_size=33))
-    assert "block_size" in said and "33" in said and "32" in said
 
 
 def test_from_a_folder_of_transformers(data_dir, tmp_path):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(6)
-    size = transformers.GPT2Config(
-        vocab_size=len(set(TEXT)) + 3, n_positions=24, n_embd=16, n_layer=2, n_head=2
-    )
+    size = transformers.GPT2Config(vocab_size=len(set(TEXT)) + 3, n_positions=24, n_embd=16,
+                                   n_layer=2, n_head=2)
     theirs = transformers.GPT2LMHeadModel(size).eval()
     theirs.save_pretrained(tmp_path / "hf")
     want = mean_loss(theirs, data_dir, vocab_size=size.vocab_size)
     loss = first_loss(data_dir, tmp_path / "out", init_from=tmp_path / "hf", n_layer=2, bias=True,
                       gelu="tanh")
     assert loss == pytest.approx(want, rel=1e-5)
-    size.vocab_size = len(set(TEXT)) - 1
-    transformers.GPT2LMHeadModel(size).save_pretrained(tmp_path / "small")
-    said = refusal(run(data_dir, tmp_path / "out2", init_from=tmp_path / "small"))
-    assert str(size.vocab_size) in said
 
 
 @pytest.mark.parametrize("log_interval", few([4, 1]))
@@ -364,25 +336,13 @@ def test_a_large_vocabulary_is_rounded_up_and_a_small_one_is_not(V, rows):
     assert data.padded(V) == rows
 
 
-def test_no_time_is_printed_that_was_not_measured(data_dir, tmp_path):
-    """Two steps have no ms and no MFU."""
-    r = run(data_dir, tmp_path, max_iters=2)
-    assert r.code == 0 and " ms" not in r.out and not any("ms" in row for row in r.rows)
-    again = run(data_dir, tmp_path, max_iters=1, init_from="resume")
-    assert again.code == 0 and "rate 0 s" in again.out  # and not a negative time
-
-
-@pytest.fixture
-def measured_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flops, "measured_tflops", lambda *device: 1e6)
-
-
 @pytest.mark.parametrize("busy, peak, shown", [
     (True, "measure", False), (False, "measure", True), (True, 1.0, True)])
 def test_a_busy_machine_leaves_mfu_out_of_the_lines_and_says_why_once(
-    busy, peak, shown, data_dir, tmp_path, monkeypatch, measured_peak
+    busy, peak, shown, data_dir, tmp_path, monkeypatch
 ):
     """If the peak was measured."""
+    monkeypatch.setattr(flops, "measured_tflops", lambda *device: 1e6)
     looks = itertools.count(0.0, 1e6)  # in which the thread waited for a core, if busy
     for module in (flops, metrics):
         monkeypatch.setattr(module, "clock", lambda: ((now := next(looks)), now * busy))
