@@ -61,10 +61,12 @@ def test_a_command_of_the_course_runs(line, capsys, tmp_path) -> None:
     assert not redirected or compile(text, redirected, "exec")
 
 
-MARKS = [  # a file, a name, a line, a figure or its option that is not there; no end
+MARKS = [  # a file, name, line, figure, option that is not there; values without a figure; no end
     "code: none.py f -->\n<!-- end", "code: model.py f -->\n<!-- end", "code: model.py GPT",
     'code: model.py GPT from "no such" to "line" -->\n<!-- end', "figure: musk -->\n<!-- end",
-    "figure: mask --Tz=1 -->\n<!-- end",
+    *(f"figure: {words} -->\n<!-- end" for words in (
+        "mask --Tz=1", "mask Tq=3", "mask --Tq=many", "mask --window=0", "mask --segments=(1,2)",
+        "online --block=0", "one_query --q=(1,2)", "ring_work --T=100 --N=8", "rope --D=64")),
 ]
 
 
@@ -189,16 +191,6 @@ def test_lazy_rescaling_without_a_threshold_is_eager(threshold) -> None:
     words = ["lazy_rescaling", "--T=320", "--D=8", f"--threshold={threshold}"]
     for _, _, grew, past in rows_of(figures.draw(words)):
         assert (grew == past) == (threshold == 0) and int(past.split()[0]) <= int(grew.split()[0])
-
-
-@pytest.mark.parametrize("words", [
-    ["masks"], ["mask", "--T=3"], ["mask", "Tq=3"], ["mask", "--Tq=many"], ["mask", "--window=0"],
-    ["mask", "--segments=(1, 2)"], ["online", "--block=0"], ["one_query", "--q=(1, 2)"],
-    ["ring_work", "--T=100", "--N=8"], ["ring_hides", "--gpu='a toaster'"], ["rope", "--D=64"],
-])
-def test_figures_refuse_what_they_do_not_take(words) -> None:
-    with pytest.raises(UserError):
-        figures.main(words)
 
 
 # --- pictures and tables of records ---

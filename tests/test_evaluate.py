@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_train import TEXT, run
+from test_train import TEXT, make_data, run
 
 import data
 from bench.evaluate import main
 from checkpoint.__main__ import main as export
 from core.settings import UserError
-from data.prepare import PrepareConfig, prepare
 
 # --- bits per byte ---
 
@@ -23,10 +22,7 @@ from data.prepare import PrepareConfig, prepare
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A tiny run, and its export."""
-    folder = tmp_path_factory.mktemp("run")
-    (folder / "text.txt").write_text(TEXT.replace("e", "é"), encoding="utf-8")
-    given = PrepareConfig(source=str(folder / "text.txt"), out_dir=str(folder / "tiny"))
-    prepare("shakespeare_char", given)
+    folder = make_data(tmp_path_factory.mktemp("run"), TEXT.replace("e", "é"))
     llama = {"position": "rope", "norm": "rms", "mlp": "swiglu"}
     done = run(folder, folder / "out", eval_interval=8, **llama)
     assert export(["export", str(folder / "out"), f"--to={folder / 'hf'}"]) == 0

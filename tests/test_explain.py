@@ -243,32 +243,28 @@ def said() -> list[str]:
 
 @pytest.fixture
 def show(chromium: Any, tmp_path: Path, said: list[str]) -> Iterator[Show]:
-    opened = []
+    file = tmp_path / "explain.html"
+    context = chromium.new_context()
+    context.set_default_timeout(5000)
+    context.on("console", lambda message: said.append(f"console: {message.text}"))
+    context.on("weberror", lambda e: said.append(f"error: {e.error}"))
+    context.on("request", lambda r: r.url == file.as_uri() or said.append(f"request: {r.url}"))
 
-    def open_(shown: Document, width: int = 1400, scheme: str = "light") -> Any:
-        file = tmp_path / "explain.html"
+    def open_(shown: Document, width: int = 1400) -> Any:
         file.write_text(viewer_page.render(shown), encoding="utf-8")
-        size = {"width": width, "height": 900}
-        page = chromium.new_page(viewport=size, color_scheme=scheme)
-        opened.append(page)
-        page.set_default_timeout(5000)
-        page.on("console", lambda message: said.append(f"console: {message.text}"))
-        page.on("pageerror", lambda error: said.append(f"error: {error}"))
-        page.on("request", lambda r: r.url == file.as_uri() or said.append(f"request: {r.url}"))
+        page = context.new_page()
+        page.set_viewport_size({"width": width, "height": 900})
         page.goto(file.as_uri())
         return page
 
     yield open_
-    for page in opened:
-        page.close()
+    context.close()
     assert said == []
 
 
 def numbers(page: Any, where: str) -> list[float]:
     """Exact numbers of <data> elements, each shown rounded."""
-    found = page.eval_on_selector_all(
-        where + " data", "all => all.map(e => [e.value, e.innerText])"
-    )
+    found = page.eval_on_selector_all(f"{where} data", "a => a.map(e => [e.value, e.innerText])")
     for value, text in found:
         shown = text.replace("−", "-").replace(",", "")
         if re.fullmatch(r"-?[\d.]+", shown):
@@ -300,18 +296,16 @@ def test_a_hostile_prompt_is_shown_as_text(show, said) -> None:
     assert "Content Security Policy" in said.pop()
 
 
-@pytest.mark.parametrize("width, scheme, kind", [(360, "dark", "good"), (1400, "light", "bad")])
-def test_it_fits_follows_the_scheme_and_shows_the_verdict(show, width, scheme, kind) -> None:
+@pytest.mark.parametrize("width, kind", [(360, "good"), (1400, "bad")])
+def test_it_fits_and_shows_the_verdict(show, width, kind) -> None:
     shown = deepcopy(document()[0])
     layer = shown["maps"]["layers"][1]
     layer["agrees"] = kind == "good"
-    page = show(shown, width, scheme)
+    page = show(shown, width)
     assert page.evaluate("document.documentElement.scrollWidth - innerWidth") == 0
     sticking = """all => all.filter(e => e.getBoundingClientRect().right > innerWidth + 0.5)
                             .map(e => e.outerHTML.slice(0, 90))"""
     assert page.eval_on_selector_all("main :not(.strip *, canvas)", sticking) == []
-    paper = page.evaluate("getComputedStyle(document.body).backgroundColor")
-    assert (sum(map(int, re.findall(r"\d+", paper))) < 200) == (scheme == "dark")
     assert numbers(page, "#agreement") == [layer["error"], layer["allowed"]]
     assert page.get_attribute("#check", "class") == kind
     assert page.get_attribute("#agreement", "class") == f"verdict {kind}"
@@ -328,8 +322,7 @@ def test_a_token_shows_where_it_looks(show, which) -> None:
     for i in (0, 1, T // 2, T - 1):
         page.locator("#map-tokens button").nth(i).click()
         chips = page.eval_on_selector_all(
-            "#map-tokens button", "all => all.map(e => [e.className, e.lastChild.textContent])"
-        )
+            "#map-tokens button", "all => all.map(e => [e.className, e.lastChild.textContent])")
         keys = np.flatnonzero(S[i] > -np.inf)
         assert [j for j, (kind, _) in enumerate(chips) if "later" in kind] == list(range(i + 1, T))
         hidden = [j for j in range(i) if j not in keys]
@@ -392,15 +385,8 @@ def test_all_of_it_works_with_the_keyboard(show) -> None:
     shown, layers = document()
     P, T = layers[0][1][1], len(shown["about"]["tokens"])
     page = show(shown)
-
-    def press(where: str, *keys: str) -> None:
-        page.locator(where).focus()
-        for key in keys:
-            page.keyboard.press(key)
-
-    press("#thumbs [tabindex='0']", "ArrowUp", "ArrowLeft")  # to layer 0, head 1
-    assert numbers(page, "#map-tokens") == pytest.approx((100 * P[-1]).tolist(), abs=1e-3)
     for where, keys, what, want in (
+        ("#thumbs [tabindex='0']", ["ArrowUp", "ArrowLeft"], "#map-title", "Layer 0, head 1"),
         ("#map", ["ArrowUp", "ArrowLeft"], "#map-cell", f"{float(P[T - 2, T - 3]):.4f}"[:5]),
         ("#map-tokens [tabindex='0']", ["Home", "ArrowRight"], "#query-title", "Where token 1,"),
         ("#map-tokens [tabindex='0']", ["End"], "#query-title", f"Where token {T - 1},"),
@@ -409,9 +395,9 @@ def test_all_of_it_works_with_the_keyboard(show) -> None:
         ("#tiles-at", ["End"], "#tiles-title", "divided"),
         ("#tiles-play", ["Space"], "#tiles-play", "Pause"),
     ):
-        press(where, *keys)
+        page.locator(where).focus()
+        for key in keys:
+            page.keyboard.press(key)
         assert want in page.inner_text(what), keys
     assert page.locator("#map-panel").is_hidden() and page.locator("#tiles").is_visible()
-    page.locator("#tiles-title", has_text="Tile 2 of").wait_for()
-    press("#tiles-play", "Space")
-    assert page.inner_text("#tiles-play") == "Play"
+    page.locator("#tiles-title", has_text="Tile 2 of").wait_for()  # it plays

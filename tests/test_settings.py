@@ -332,18 +332,15 @@ def test_signals_are_one_line_and_their_exit_code(signum: int, early: bool) -> N
     """Signals during imports too, with a shell's exit code."""
     done = python("-c", f"""
 import os, time
-from dataclasses import dataclass
 from core.settings import exit_on_user_error, read_early
-@dataclass
-class Config:
-    n_layer: int = 12
+from core.options import TrainConfig
 def main():
     try:
         os.kill(os.getpid(), {signum})
         time.sleep(9)
     finally:
         print("cleaned up")
-read_early(Config, [])
+read_early(TrainConfig, [])
 if {early}:
     main()
 exit_on_user_error(main)
