@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from checkout import ROOT
-from test_readme import SHOWN
+from test_readme import SHOWN, rows_of
 
 from attention import visible
 from attention.check.command import main as check_kernel
@@ -155,11 +155,6 @@ FIGURES: dict[str, Any] = {
 
 def numbers(text: str) -> list[str]:
     return re.findall(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?", text.replace("10^6", ""))
-
-
-def rows_of(text: str) -> list[list[str]]:
-    lines = [line for line in text.splitlines() if line.startswith("|")]
-    return [[cell.strip(" `*") for cell in line.strip("|").split("|")] for line in lines[2:]]
 
 
 @pytest.mark.parametrize("line", FIGURES)

@@ -67,17 +67,12 @@ def as_bench(words: list[str]) -> object:
     return load_config(words[1:] if mode else words, mode)
 
 
-def as_dataset(words: list[str]) -> object:
-    assert words[0] in DATASETS
-    return read(PrepareConfig, words[1:])
-
-
 READERS: dict[str, Callable[[list[str]], object]] = {  # by the first words, the longest first
     "train.py": as_settings(TrainConfig),
     "sample.py": as_settings(SampleConfig),
     "explain.py": as_settings(ExplainConfig),
     "bench_mfu.py": as_bench,
-    "-m data": as_dataset,
+    "-m data": lambda words: [DATASETS[words[0]], read(PrepareConfig, words[1:])],
     "-m attention check": check.read,
     "-m attention": lambda words: parser().parse_args(words),
     "-m checkpoint": as_settings(ExportConfig, positional="command"),
@@ -126,6 +121,11 @@ def test_every_file_that_the_pages_name_is_there() -> None:
 # --- the README alone ---
 
 
+def rows_of(text: str) -> list[list[str]]:
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip(" `*") for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
 def section(title: str) -> str:
     (text,) = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", README, re.M | re.S)
     return text
@@ -149,8 +149,7 @@ def test_the_table_of_mfu_and_the_picture_are_the_record() -> None:
     (folder,) = re.findall(r"\[record\]\((.+?)/README\.md\)", text)
     content = json.loads((ROOT / folder / "record.json").read_text(encoding="utf-8"))
     rows = {row["backend"]: row for row in content["rows"]}
-    shown = [[cell.strip(" `") for cell in line.strip("|").split("|")]
-             for line in text.splitlines() if line.startswith("| ")][1:]
+    shown = rows_of(text)
     assert len(shown) == len(rows)
     for name, *cells in shown:
         row = rows[{"nanoGPT": "nanogpt"}.get(name, name)]
@@ -192,17 +191,14 @@ def test_the_mask_of_the_page(chunked: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_kernel_of_the_page_trains_and_is_measured(
-    chunked: str, tmp_path: Path
-) -> None:
-    out, line = tmp_path / "out", test_train.argv
-    run = test_train.run_line(
-        line(test_train.make_data(tmp_path), out, attention_backend=chunked), out
-    )
+def test_the_kernel_of_the_page_trains_and_is_measured(chunked: str, tmp_path: Path) -> None:
+    out, data_dir = tmp_path / "out", test_train.make_data(tmp_path)
+    backend = f"--attention_backend={chunked}"
+    run = test_train.run(data_dir, out, attention_backend=chunked)
     state = checkpoint.load(checkpoint.latest(out)).state
     assert run.code == 0 and state["attention_backend"] == "chunked"
-    code, said, _ = test_train.enter(sample.main, [f"--out_dir={out}", "--max_new_tokens=4",
-        "--device=cpu", f"--attention_backend={chunked}"])
+    words = [f"--out_dir={out}", "--max_new_tokens=4", "--device=cpu", backend]
+    code, said, _ = test_train.enter(sample.main, words)
     assert code == 0 and said
     rows = benches.measured(*benches.small("train"), f"--backends=sdpa,{chunked}")["rows"]
     assert {row["backend"]: row["status"] for row in rows} == {"sdpa": "ok", chunked: "ok"}
@@ -270,4 +266,3 @@ def test_nanogpts_finetuning_runs_unchanged_at_its_constant_rate(tmp_path):
     assert (config.dataset, config.gradient_accumulation_steps) == ("shakespeare", 32)
     assert {learning_rate(step, config) for step in range(config.max_iters)} == {3e-5}
     assert schedule_warnings(config) == []
-    assert read(TrainConfig, []).settings.dataset == "openwebtext"
