@@ -38,10 +38,10 @@ def layer(name: str, number: int = 0, first: Any = None, **changes: Any) -> Any:
     return made.double()
 
 
-def run(made: Any, backend: str = "manual", rope: Any = None) -> Tensor:
+def run(made: Any, backend: str = "manual", rope: Any = None, attend: Any = None) -> Tensor:
     spec = made.request(attention.Spec(H, made.kv_size // D, D, "float64", made.window))
     chosen = attention.select(backend, spec, "cpu", attention.Policy(fallback=False))
-    return made(X, chosen.backend.attend, spec, None, rope)
+    return made(X, attend or chosen.backend.attend, spec, None, rope)
 
 
 def angles() -> tuple[Tensor, Tensor]:
@@ -177,8 +177,7 @@ def test_products_are_counted_and_a_cache_stores_what_the_kernel_reads(name) -> 
         return attention.get("manual").attend(q, k, v, *args, **options)
 
     if name in ("mha", "gqa", "mqa", "window", "gate", "mla"):
-        made(X, attend, made.request(attention.Spec(H, made.kv_size // D, D, "float64",
-                                                    made.window)), None)
+        run(made, attend=attend)
         assert read == {made.cached}
 
 

@@ -168,14 +168,12 @@ def test_names_that_no_setting_has(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert f"{first}:6" in saving and "why" in saving and "because" in other
     typo = config_file(tmp_path, "n_layers = 3\n", "c.py")
     unused = config_file(tmp_path, "gpus = 2", "d.py")
-    for words, named in (
-        (["--gpus=2"], "--gpus"), (["--n_layr=3"], "n_layr.*--n_layer"), ([typo], "n_layers.*'n_l"),
-        (["/dev/zero"], "/dev/zero"), ([unused], "gpus"),
-        (["train_gtp2.py"], r"config/train_gpt2\.py"),
-    ):  # fmt: skip
-        with monkeypatch.context() as patch, pytest.raises(UserError, match=named):
-            patch.chdir(ROOT)
-            read(Config, words)
+    monkeypatch.chdir(ROOT)
+    for word, named in (("--gpus=2", "--gpus"), ("--n_layr=3", "n_layr.*--n_layer"),
+                        (typo, "n_layers.*'n_l"), (unused, "gpus"), ("/dev/zero", "/dev/zero"),
+                        ("train_gtp2.py", r"config/train_gpt2\.py")):
+        with pytest.raises(UserError, match=named):
+            read(Config, [word])
 
 
 @settings(deadline=None)

@@ -219,30 +219,18 @@ def nanogpt_file(path: Path, model: GPT) -> Path:
     return path
 
 
-def test_from_nanogpts_file_with_the_context_cropped(data_dir, tmp_path):
+def test_from_other_programs_files_with_the_context_cropped(data_dir, tmp_path):
     torch.manual_seed(5)
-    size = GPTConfig(block_size=32, vocab_size=64, n_layer=2, n_head=2, n_embd=16, bias=True)
-    model = GPT(size).eval()
-    path = nanogpt_file(tmp_path / "ckpt.pt", model)
-    knobs = {"init_from": path, "n_layer": 2, "bias": True}
-    for T in (16, 32):
-        loss = first_loss(data_dir, tmp_path / f"{T}", **knobs, block_size=T)
-        assert loss == pytest.approx(mean_loss(model, data_dir, block=T), rel=1e-6)
-        saved = checkpoint.load(checkpoint.latest(tmp_path / f"{T}")).config()
-        assert (saved.block_size, saved.vocab_size, saved.bias, saved.n_layer) == (T, 64, True, 2)
-
-
-def test_from_a_folder_of_transformers(data_dir, tmp_path):
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(6)
-    size = transformers.GPT2Config(vocab_size=len(set(TEXT)) + 3, n_positions=24, n_embd=16,
-                                   n_layer=2, n_head=2)
-    theirs = transformers.GPT2LMHeadModel(size).eval()
-    theirs.save_pretrained(tmp_path / "hf")
-    want = mean_loss(theirs, data_dir, vocab_size=size.vocab_size)
-    loss = first_loss(data_dir, tmp_path / "out", init_from=tmp_path / "hf", n_layer=2, bias=True,
-                      gelu="tanh")
-    assert loss == pytest.approx(want, rel=1e-5)
+    model = GPT(GPTConfig(block_size=32, vocab_size=64, n_layer=2, n_head=2, n_embd=16)).eval()
+    checkpoint.save_hf(model, tmp_path / "transformers")
+    for source in (nanogpt_file(tmp_path / "ckpt.pt", model), tmp_path / "transformers"):
+        for T in (16, 32):
+            out = tmp_path / f"{source.name}-{T}"
+            loss = first_loss(data_dir, out, init_from=source, n_layer=2, bias=True, block_size=T)
+            assert loss == pytest.approx(mean_loss(model, data_dir, block=T), rel=1e-6)
+            found = asdict(checkpoint.load(checkpoint.latest(out)).config())
+            sizes = {"block_size": T, "vocab_size": 64, "bias": True, "n_layer": 2}
+            assert sizes.items() <= found.items()
 
 
 @pytest.mark.parametrize("log_interval", few([4, 1]))
@@ -276,11 +264,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(
         assert words in line
     for name, weight in calls[0].state_dict().items():
         assert torch.equal(weight, before[name]), name
-    (folder,) = checkpoint.folders(out)
-    saved = checkpoint.load(folder)
-    moments = [t for state in saved.rest()["optimizer"]["state"].values() for t in state.values()]
-    assert saved.step == 3
-    assert all(bool(t.isfinite().all()) for t in [*saved.weights().values(), *moments])
+    assert [folder.name for folder in checkpoint.folders(out)] == ["step-00000003"]
     assert all(math.isfinite(x) for x in r.losses().values()) and max(r.losses()) < 6
     monkeypatch.undo()
     assert run(data_dir, out, max_iters=20, init_from="resume").code == 0  # as the line says
@@ -301,13 +285,12 @@ def test_out_of_memory_is_one_sentence(data_dir, tmp_path, monkeypatch):
 # --- dtype, what is printed ---
 
 
-@pytest.mark.parametrize("wanted, saved", [("auto", "float32"), ("autocast", "autocast")])
-def test_what_auto_means_is_decided_once(data_dir, tmp_path, wanted, saved):
+def test_what_auto_means_is_decided_once(data_dir, tmp_path):
     """Resumed runs keep the checkpoint's; an old one may have "auto"."""
-    run(data_dir, tmp_path, max_iters=1, dtype="bfloat16", residual_dtype=wanted)
+    run(data_dir, tmp_path, max_iters=1, dtype="bfloat16", residual_dtype="auto")
     settings = tmp_path / "step-00000001/settings.json"
     found = json.loads(settings.read_text(encoding="utf-8"))
-    assert (found["train"]["residual_dtype"], found["train"]["dtype"]) == (saved, "bfloat16")
+    assert (found["train"]["residual_dtype"], found["train"]["dtype"]) == ("float32", "bfloat16")
     go_on = ["--init_from=resume", f"--out_dir={tmp_path}", "--max_iters=2"]
     r = run_line(go_on, tmp_path)
     assert r.code == 0 and ", bfloat16, 1 process" in r.out
