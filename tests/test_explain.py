@@ -83,6 +83,14 @@ def document(shape: str = "plain") -> tuple[Document, list[Layer]]:
     return found, layers
 
 
+def first_head(shape: str) -> tuple[Any, ...]:
+    """The document; S, P, v and output of the head that it begins with."""
+    found, layers = document(shape)
+    head = found["about"]["head"]
+    S, P, v, out = (t.numpy() for t in layers[found["about"]["layer"]])
+    return found, S[head], P[head], v[head * len(v) // 4, :, :4], out[head, :, :4]
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_numbers_are_the_formula_of_the_models_own_q_k_and_v(shape) -> None:
     found, layers = document(shape)
@@ -164,15 +172,12 @@ def test_what_is_refused_or_left_out_is_shown() -> None:
 
 @pytest.mark.parametrize("shape", SHOWN)
 def test_the_map_in_characters(shape) -> None:
-    found, layers = document(shape)
-    layer, head = found["about"]["layer"], found["about"]["head"]
-    text = render(found)
-    text = text[text.index(f"MAP of layer {layer}, head {head}") :]
+    found, S, P, *_ = first_head(shape)
+    text = render(found).partition("MAP of layer {layer}, head {head}".format(**found["about"]))[2]
     lows = {c: float(low) for c, low in re.findall(r"(\S)\s+from\s+(0(?:\.\d+)?)[,.]", text)}
     assert len(lows) == 7
-    S, P, *_ = layers[layer]
     rows = re.findall(r"^ *\d+ \S .*", text, re.M)
-    for line, scores, row in zip(rows, S[head].tolist(), P[head].tolist(), strict=True):
+    for line, scores, row in zip(rows, S.tolist(), P.tolist(), strict=True):
         cells, rest = line[5 : 5 + len(row)], line[5 + len(row) :].split()
         assert [c != " " for c in cells] == [s > -math.inf for s in scores]
         for c, p in zip(cells, row):
@@ -313,12 +318,10 @@ def test_it_fits_and_shows_the_verdict(show, width, kind) -> None:
 
 @pytest.mark.parametrize("which", SHOWN)
 def test_a_token_shows_where_it_looks(show, which) -> None:
-    shown, layers = document(which)
-    about = shown["about"]
-    layer, head, T = about["layer"], about["head"], len(about["tokens"])
-    S, P = layers[layer][0][head].numpy(), layers[layer][1][head].numpy()
+    shown, S, P, *_ = first_head(which)
+    T = len(S)
     page = show(shown)
-    assert page.inner_text("#map-title") == f"Layer {layer}, head {head}"
+    assert page.inner_text("#map-title") == "Layer {layer}, head {head}".format(**shown["about"])
     for i in (0, 1, T // 2, T - 1):
         page.locator("#map-tokens button").nth(i).click()
         chips = page.eval_on_selector_all(
@@ -352,11 +355,8 @@ def test_each_head_is_painted_pixel_by_pixel(show) -> None:
 @pytest.mark.parametrize("which, size", few([("gqa-window-segments", 2), ("plain", 4)]))
 def test_a_row_plays_the_online_softmax(show, which, size) -> None:
     """m, l and O after each tile; the last is the kernel's output."""
-    shown, layers = document(which)
-    about = shown["about"]
-    layer, head, T = about["layer"], about["head"], len(about["tokens"])
-    S, _, v, out = (t.numpy() for t in layers[layer])
-    S, v, out = S[head], v[head * len(v) // 4, :, :4], out[head, :, :4]
+    shown, S, _, v, out = first_head(which)
+    T = len(S)
     page = show(shown)
     page.click("#tiles-tab")
     page.select_option("#tiles-size", str(size))

@@ -61,13 +61,15 @@ def imported(path: Path) -> Iterator[tuple[str, str]]:
     yield from visit(ast.parse(path.read_text(encoding="utf-8")), "")
 
 
-def test_imports_point_down_only() -> None:
+def test_imports_point_down_only_and_kernels_do_not_know_one_another() -> None:
     """GPT.from_pretrained is the exception."""
+    kernels = {f"attention.{kernel}" for kernel in KERNELS}
     for path in sources():
         name = path.relative_to(ROOT).with_suffix("").as_posix()
         room = name.partition("/")[0]
         for module, function in imported(path) if room in BELOW else ():
             other = module.partition(".")[0]
+            assert not {name.replace("/", "."), module} <= kernels, f"{name} imports {module}"
             if other in {*BELOW} | TOP and other not in {room, *BELOW[room]}:
                 exception = ("model", "from_pretrained", "checkpoint")
                 assert (name, function, other) == exception, f"{name} imports {module}"
@@ -79,12 +81,6 @@ def test_files_below_the_commands_do_not_import_each_other_in_a_cycle() -> None:
     graph = {name: {m for m, function in imported(path) if not function and m in {*names} - {name}}
              for name, path in names.items()}
     TopologicalSorter(graph).prepare()  # CycleError
-
-
-def test_kernels_do_not_know_one_another() -> None:
-    for kernel in KERNELS:
-        found = [module for module, _ in imported(ROOT / "attention" / f"{kernel}.py")]
-        assert not {f"attention.{k}" for k in KERNELS} & set(found), kernel
 
 
 def test_the_root_holds_the_commands_and_the_model_and_docs_text_only() -> None:

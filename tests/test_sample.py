@@ -228,20 +228,16 @@ def test_a_model_without_a_tokenizer_has_gpt2s(tmp_path, monkeypatch):
     assert "\N{REPLACEMENT CHARACTER}" in a[0]
 
 
-def test_a_dataset_names_the_tokenizer_of_a_model_without_one(trained, tmp_path):
-    path = nanogpt_file(tmp_path / "ckpt.pt", checkpoint.load(checkpoint.latest(trained)).model())
+def test_every_kind_of_source_gives_the_same_text(trained, tmp_path):
+    """A step, an export, nanoGPT's file with a dataset's tokenizer; the run has its own."""
+    step = checkpoint.latest(trained)
+    model, tokenizer = inference.load(step, device="cpu")
+    path = nanogpt_file(tmp_path / "ckpt.pt", model)
+    checkpoint.save_hf(model, hf := tmp_path / "hf")
+    (hf / "tokenizer.json").write_text(json.dumps(tokenizer.to_json()))
+    (hf / "tokenizer_config.json").write_text("{}")
+    want = by_engine(trained, ["Ann"], 15)
     dataset = f"--dataset={trained.parent / 'data' / 'tiny'}"
-    want = by_engine(trained, ["Ann"], 15, 3)
-    for source in ([f"--init_from={path}", dataset], ["--dataset=gone"]):  # the run has its own
-        assert text_of(*of(trained, "--start=Ann", "--seed=3", *source, n=15)) == want
-
-
-def test_a_step_and_an_export_are_loaded_alike(trained, tmp_path):
-    step = checkpoint.folders(trained)[0]
-    want = text_of(*of(trained, "--seed=3", f"--init_from={step}", n=15))
-    assert by_engine(step, [""], 15, 3) == want
-    one, tokenizer = inference.load(step, device="cpu")
-    checkpoint.save_hf(one, tmp_path)
-    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer.to_json()))
-    (tmp_path / "tokenizer_config.json").write_text("{}")
-    assert by_engine(tmp_path, ["\n"], 15, 3) == want
+    for source in ([f"--init_from={step}"], [f"--init_from={hf}"], ["--dataset=gone"],
+                   [f"--init_from={path}", dataset]):
+        assert text_of(*of(trained, "--start=Ann", *source, n=15)) == want
