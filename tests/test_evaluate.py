@@ -16,8 +16,6 @@ from bench.evaluate import main
 from checkpoint.__main__ import main as export
 from core.settings import UserError
 
-# --- bits per byte ---
-
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
@@ -40,9 +38,6 @@ def test_bits_per_byte_are_printed_and_logged(trained: Any) -> None:
     assert f"val loss {row['val_loss']:.4f} ({bits:.4f} bits per byte)\n" in done.out
     del meta["bytes"]  # an older dataset
     assert data.bits_per_byte(meta, row["val_loss"]) is None
-
-
-# --- the tasks ---
 
 
 @pytest.mark.parametrize("gap", ["", " "])

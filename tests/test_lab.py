@@ -155,9 +155,6 @@ def test_the_delta_rule_is_qwen3_nexts() -> None:
     assert torch.allclose(out, delta.chunked(q, *rest), atol=1e-4)
 
 
-# --- costs ---
-
-
 @pytest.mark.parametrize("name", [n for n in VARIANTS if n != "delta"])
 def test_products_are_counted_and_a_cache_stores_what_the_kernel_reads(name) -> None:
     """manual's products are the only batched ones."""
@@ -185,9 +182,6 @@ def test_products_are_counted_and_a_cache_stores_what_the_kernel_reads(name) -> 
 def test_all_variants_have_as_many_parameters(name, task) -> None:
     mha, own = (build(n, task).get_num_params() for n in ("mha", name))
     assert abs(own / mha - 1) < 0.01
-
-
-# --- the tasks ---
 
 
 @settings(deadline=None, max_examples=30)

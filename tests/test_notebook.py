@@ -17,19 +17,12 @@ from checkout import ROOT, files
 from course import lesson, site
 from course.exercises import exercise
 
-NAMES = ("attention.ipynb", "qualify.ipynb")
-
-
-def cells(name: str) -> Any:
-    """The cells of a valid notebook."""
-    book = nbformat.read(ROOT / "notebooks" / name, as_version=4)
-    nbformat.validate(book)
-    return book.cells
-
 
 def executed(name: str, folder: Path, **changes: str) -> str:
     """In one namespace, from the notebook's folder, as Jupyter does."""
-    code = [cell.source for cell in cells(name) if cell.cell_type == "code"]
+    book = nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4)
+    nbformat.validate(book)
+    code = [cell.source for cell in book.cells if cell.cell_type == "code"]
     for n, text in enumerate(code):  # files: a Triton kernel reads its own source
         for old, new in changes.items():
             text = text.replace(old, new)
@@ -47,7 +40,7 @@ def executed(name: str, folder: Path, **changes: str) -> str:
 @pytest.mark.slow
 def test_the_lesson_runs_unsolved(tmp_path: Path) -> None:
     pytest.importorskip("triton")
-    said = executed(NAMES[0], tmp_path)
+    said = executed("attention", tmp_path)
     checked = re.findall(r"^exercise ([\d.]+): (?!right)", said, re.M)
     assert checked == [*"123456", *(f"7.{n}" for n in range(1, 7))]
     differences = [float(x) for x in re.findall(r"largest difference.*? (\d\S+e-\d+)$", said, re.M)]
@@ -58,8 +51,8 @@ def test_the_lesson_runs_unsolved(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_qualify_keeps_its_record(tmp_path: Path) -> None:
     records = tmp_path / "records"
-    said = executed(NAMES[1], tmp_path, **{'records"]': 'records", "--stages=1"]',
-                                           "out/records": str(records)})
+    changes = {'records"]': 'records", "--stages=1"]', "out/records": str(records)}
+    said = executed("qualify", tmp_path, **changes)
     record = next(records.glob("*/record.json")).parent
     assert (record / "README.md").read_text(encoding="utf-8") in said
     archive = records / f"{record.name}.zip"

@@ -104,9 +104,6 @@ def test_seeds_repeat_and_wrap(trained):
     assert text_of(*of(trained, f"--seed={2**64 - 1}", "--num_samples=2", n=15)) == last[:3:2]
 
 
-# --- prompts and answers ---
-
-
 def test_a_prompt_from_a_file(trained, tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
     path = Path("FILES: LIFE.txt")
@@ -168,9 +165,6 @@ def test_ctrl_c_keeps_what_was_written(how, n, trained, tmp_path, monkeypatch):
         assert cut["text"] == complete["text"][:4]
     else:
         assert shown == before[0] + BAR + before[1][: 1 + n] + BAR
-
-
-# --- which model ---
 
 
 def test_bfloat16_weights(trained):

@@ -343,7 +343,6 @@ def test_a_step_is_profiled_as_it_runs(data_dir, tmp_path):
     lines = seen.out.splitlines()
     classes = {line.split()[0] for line in lines[lines.index("step 4:") :] if line[:1].isalpha()}
     assert {"products", "attention", "elementwise", "loss", "optimizer", "gaps"} <= classes
-    assert "step 4:" not in plain.out.splitlines()
     trace = json.loads((tmp_path / "4" / "profile.json").read_text(encoding="utf-8"))
     calls = Counter(event["name"] for event in trace["traceEvents"])
     assert calls["aten::gelu"] == 1 and calls["aten::_fused_adamw_"] == 2  # matrices, and vectors

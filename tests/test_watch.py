@@ -62,14 +62,13 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 FSDP = {"parallel": "fsdp"}
-RING = {"context_parallel": 2, "attention_backend": "tiled"}
 
 
 @pytest.mark.parametrize(("fault", "victim", "knobs", "exit_code"), [
     ("SIGKILL", 1, {}, None), ("fails", 1, FSDP, None),
     ("SIGSTOP", 0, FSDP, None),  # torchrun waits 30 s to kill it
-    ("SIGSTOP", 1, RING, None), ("nan", 1, {}, 1), ("SIGTERM", 1, FSDP, 143),
-    ("SIGHUP", 1, FSDP, 129)])
+    ("SIGSTOP", 1, {"context_parallel": 2, "attention_backend": "tiled"}, None),
+    ("nan", 1, {}, 1), ("SIGTERM", 1, FSDP, 143), ("SIGHUP", 1, FSDP, 129)])
 def test_a_fault_of_one_rank_ends_all(data_dir, tmp_path, fault, victim, knobs, exit_code):
     """A lost one is named; NaN changes no weight; a signal saves, and one process resumes."""
     out = tmp_path / "out with space"
