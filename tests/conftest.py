@@ -122,15 +122,13 @@ def remembered_probes(monkeypatch: pytest.MonkeyPatch, probe_once: Any) -> None:
     monkeypatch.setattr(sys.modules["attention.select"], "probe", probe_once)
 
 
-BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome", "chromium-browser", "chrome")
-
-
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Any]:
     """A real browser, driven by playwright."""
-    path = next(filter(None, map(shutil.which, BROWSERS)), None)
+    names = "chromium-headless-shell chromium google-chrome chromium-browser chrome"
+    path = next(filter(None, map(shutil.which, names.split())), None)
     if path is None:
-        pytest.skip(f"no browser: none of {', '.join(BROWSERS)} is installed")
+        pytest.skip(f"no browser: none of {names} is installed")
     with pytest.importorskip("playwright.sync_api").sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield browser

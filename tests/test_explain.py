@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import asdict, replace
 from functools import cache
@@ -237,31 +237,28 @@ def test_the_page_is_written_where_asked_and_through_no_link(run, tmp_path, monk
 
 HOSTILE = ("</script><script>window.taken = 1</script><img src=x onerror='taken=2'> {{js}} <!-- "
            "&lt;\u2028\"")
-Show = Callable[..., Any]
 
 
 @pytest.fixture
-def said() -> list[str]:
-    return []
-
-
-@pytest.fixture
-def show(chromium: Any, tmp_path: Path, said: list[str]) -> Iterator[Show]:
+def show(chromium: Any, tmp_path: Path) -> Iterator[Any]:
+    """Opens pages that may say nothing; show.said has what they say."""
     file = tmp_path / "explain.html"
+    said: list[str] = []
     context = chromium.new_context()
     context.set_default_timeout(5000)
     context.on("console", lambda message: said.append(f"console: {message.text}"))
     context.on("weberror", lambda e: said.append(f"error: {e.error}"))
     context.on("request", lambda r: r.url == file.as_uri() or said.append(f"request: {r.url}"))
 
-    def open_(shown: Document, width: int = 1400) -> Any:
+    def show(shown: Document, width: int = 1400) -> Any:
         file.write_text(viewer_page.render(shown), encoding="utf-8")
         page = context.new_page()
         page.set_viewport_size({"width": width, "height": 900})
         page.goto(file.as_uri())
         return page
 
-    yield open_
+    show.said = said
+    yield show
     context.close()
     assert said == []
 
@@ -277,7 +274,7 @@ def numbers(page: Any, where: str) -> list[float]:
     return [float(value) for value, _ in found]
 
 
-def test_a_hostile_prompt_is_shown_as_text(show, said) -> None:
+def test_a_hostile_prompt_is_shown_as_text(show) -> None:
     shown = explained(tiny(block_size=128), prompt=HOSTILE)
     about, image = shown["about"], "<img src=x onerror='taken=4'>"
     about["source"] = about["device"] = about["backend"] = image
@@ -297,7 +294,7 @@ def test_a_hostile_prompt_is_shown_as_text(show, said) -> None:
     page.evaluate("""document.body.append(Object.assign(document.createElement("script"),
       { textContent: "window.taken = 3" }))""")
     assert page.evaluate("typeof taken") == "undefined"
-    assert "Content Security Policy" in said.pop()
+    assert "Content Security Policy" in show.said.pop()
 
 
 @pytest.mark.parametrize("width, kind", [(360, "good"), (1400, "bad")])

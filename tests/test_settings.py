@@ -225,9 +225,6 @@ def test_json_is_checked(wrong: Any) -> None:
         from_dict(Config, wrong)
 
 
-# --- the process ---
-
-
 @pytest.mark.parametrize("rank", ["0", "3"])
 def test_a_mistake_is_one_line_with_its_rank_and_code_2(rank, monkeypatch, capsys) -> None:
     monkeypatch.setenv("RANK", rank)
