@@ -91,13 +91,15 @@ def own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
         yield
 
 
-@hypothesis.register_random
 class TorchRandom:
     """hypothesis seeds torch's generator: examples repeat."""
 
     seed = staticmethod(torch.manual_seed)
     getstate = staticmethod(torch.get_rng_state)
     setstate = staticmethod(torch.set_rng_state)
+
+
+hypothesis.register_random(TorchRandom)
 
 
 @pytest.fixture(autouse=True)

@@ -186,9 +186,6 @@ def test_lazy_rescaling_without_a_threshold_is_eager(threshold) -> None:
         assert (grew == past) == (threshold == 0) and int(past.split()[0]) <= int(grew.split()[0])
 
 
-# --- pictures and tables of records ---
-
-
 def test_the_picture_of_masks_is_visible() -> None:
     want = []
     for Tq, window, seg, right in [(5, None, None, 0), (3, None, None, 0), (5, 2, None, 0),

@@ -187,9 +187,6 @@ def test_the_map_in_characters(shape) -> None:
         assert float(rest[-1]) == pytest.approx(max(row), abs=0.0051)
 
 
-# --- the command ---
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out, model = tmp_path_factory.mktemp("run"), tiny()

@@ -320,7 +320,7 @@ def test_texts_steer_no_terminal_and_pipes_have_them_as_they_are(lasting: bool) 
     assert shown == "a\\x1b[31m\\x9b2J\\r\\x07\\x7f\t\u00e9\u4e00\r\n"  # it adds \r
 
 
-@pytest.mark.parametrize("signum", few([signal.SIGINT, signal.SIGTERM, signal.SIGHUP]))
+@pytest.mark.parametrize("signum", few([signal.SIGINT, signal.SIGTERM, signal.SIGHUP], 2))
 def test_signals_are_one_line_and_a_shells_exit_code(signum: int) -> None:
     done = python("-c", f"""{RUN}import os, time
 def main():
