@@ -63,9 +63,9 @@ REFUSED: dict[str, dict[str, str]] = {  # how command lines begin and end, words
         "--device=cuda:7": "cuda:7", "--attention_backend=nosuch": "nosuch",
         "--prompts=none.txt": "none.txt", "--out=no/out": "no/out", "--start='Bob §'": "§",
         "--start=FILE:run": "run", "--prompts=file --out=file": "--out=file",
-        "--prompts=file --out=hard": "hard", "--out=hard": "hard", "--out=soft": "soft"},
+        "--prompts=soft --out=file": "--out=file", "--out=hard": "hard", "--out=soft": "soft"},
     "explain --out_dir=run": {
-        "--layer=2": "got 2", "--head=-1": "got -1", "--prompt=né": "'é'", "--prompt=": "prompt",
+        "--layer=1": "got 1", "--head=-1": "got -1", "--prompt=né": "'é'", "--prompt=": "prompt",
         "--prompt='||' --segments='|'": "prompt", "--window=0": "window", "--segments=": "segments",
         "--prompt=FILE:no/such": "no/such", "--html=no/x.html": "no/x.html",
         "--promt=a": "--prompt",
