@@ -148,7 +148,7 @@ FIGURES: dict[str, Any] = {
     "online --scores=(1000,1001,999,2) --block=3": online((1000, 1001, 999, 2), 3),
     "tiles": tiles(64, 64, 8, 8, None),
     "tiles --Tq=33 --Tk=50 --B_r=5 --B_c=3 --window=6": tiles(33, 50, 5, 3, 6),
-    "ring_work --N=2 --T=16 --window=5": ring_work(2, 16, 5),
+    "ring_work --N=3 --T=24 --window=10": ring_work(3, 24, 10),
     "rope --pairs=(0,63)": rope(),
 }
 
