@@ -100,6 +100,8 @@ class TorchRandom:
 
 
 hypothesis.register_random(TorchRandom)
+hypothesis.settings.register_profile("no deadline", deadline=None)  # machines are busy
+hypothesis.settings.load_profile("no deadline")
 
 
 @pytest.fixture(autouse=True)

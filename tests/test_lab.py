@@ -184,7 +184,7 @@ def test_all_variants_have_as_many_parameters(name, task) -> None:
     assert abs(own / mha - 1) < 0.01
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.integers(1, 16), st.integers(0, 40), st.integers(0, 2**31))
 def test_each_key_returns_once_and_its_value_is_the_target(pairs, more, seed) -> None:
     T = 3 * pairs + more

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 import pytest
 from checkout import ROOT
 from conftest import few
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field, PositiveInt
 
@@ -89,7 +89,6 @@ def config_file(folder: Path, text: str, name: str = "c.py") -> str:
     return str(folder / name)
 
 
-@settings(deadline=None)
 @given(given_values, given_values, st.sampled_from(["--{}", "{}"]))
 def test_a_file_the_command_line_and_json_are_what_was_written(in_file, on_line, spelling) -> None:
     """The command line wins."""
@@ -176,7 +175,6 @@ def test_names_that_no_setting_has(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             read(Config, [word])
 
 
-@settings(deadline=None)
 @given(st.integers(1, 99), st.integers(1, 99), st.text("ab'\"{\n\\", max_size=9))
 def test_expressions_are_what_python_makes_of_them(a: int, b: int, text: str) -> None:
     lines = [f"n_layer = {a}", f"window: int = {b} * n_layer + int(rate) - min({a}, -{b}, 0)",
