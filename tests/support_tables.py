@@ -52,8 +52,8 @@ def overview() -> str:
         limits = []
         if not any(caps.grad for caps in backend.caps):
             limits = ["inference only"]
-        elif not all(caps.grad for caps in by_device.get("cpu", ())):
-            limits = ["on cpu forward only"]
+        elif few := [d for d, of in by_device.items() if not any(caps.grad for caps in of)]:
+            limits = [f"on {' and '.join(few)} forward only"]
         if all(caps.dtypes == ("bfloat16",) for caps in backend.caps):
             limits.append("bfloat16 only")
         rows.append({"name": f"`{backend.name}`",
