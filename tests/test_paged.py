@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attention import BACKENDS, Spec
-from attention.masks import StaticView, filled_cache
+from attention.masks import StaticView
 from inference.cache import PagedCache, StaticCache
 
 HAS_CUDA = torch.cuda.is_available()
@@ -222,22 +222,9 @@ def test_a_hidden_key_has_no_weight_however_low_the_scores_that_are_seen(name, d
     check(out, row, spec)
 
 
-@needs_triton
-def test_opcheck() -> None:
-    from attention.triton import paged_kernels
-
-    q, pages, spec = torch.randn(2, 1, 4, 16), torch.randn(5, 4, 2, 16), (3, 0.5, 2.0, 2)
-    table = torch.tensor([[1, 2], [3, 4]], dtype=torch.int32)
-    start, count = torch.tensor([5, 2], dtype=torch.int32), torch.ones(2, dtype=torch.int32)
-    for more in ((torch.randn(4), torch.rand(2, 4), *spec), (None, None, 0, 0.25, None, 0)):
-        args = [x.to(KERNEL_DEVICE) if isinstance(x, Tensor) else x
-                for x in (q, pages, pages.flip(0), table, start, count, *more)]
-        torch.library.opcheck(paged_kernels.decode, args)
-
-
-@pytest.mark.parametrize("name, device", [PATHS[0], PATHS[2]])
+@pytest.mark.parametrize("name, device", PATHS)
 def test_torch_compile_takes_it_into_one_graph(name, device) -> None:
-    """Writes to pages survive functionalization."""
+    """Writes to pages survive functionalization, the kernel has a fake one."""
     compiled = torch.compile(partial(attend, name), backend="aot_eager", fullgraph=True,
                              dynamic=False)
     inputs, schedule = draw(SPEC, [6, 4]), [(5, 3), (1, 1)]

@@ -173,5 +173,5 @@ def test_a_cache_is_read_without_the_ring() -> None:
     model.ring = Ring()
     step = DynamicCache(1, max_len=8).reserve(1)
     assert model.phase().lse and not model.phase(cache=step).lse
-    with pytest.raises(ValueError, match="12 .* 8"):
+    with pytest.raises(ValueError, match=r"12 .* 8"):
         model(torch.zeros(1, 12, dtype=torch.int64))
