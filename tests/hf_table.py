@@ -8,6 +8,7 @@ Random weights are so large that windows, softcaps and sinks matter.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -111,11 +112,12 @@ def build(name: str, implementation: str, dtype: torch.dtype = torch.float32, **
 
 
 def batch(case: str) -> tuple[Tensor, Tensor]:
-    """Three texts (3, T), and a mask: the second may be padded."""
-    ids = torch.randint(3, 61, (3, T), generator=torch.Generator().manual_seed(1))
+    """Four texts (4, T), and a mask: two in the middle may be padded."""
+    ids = torch.randint(3, 61, (4, T), generator=torch.Generator().manual_seed(1))
     seen = torch.ones_like(ids)
     if case not in ("full", "packed"):
-        seen[1, slice(-PADDED, None) if case == "right-padded" else slice(PADDED)] = 0
+        for row, n in ((1, PADDED), (2, PADDED - 2)):
+            seen[row, slice(-n, None) if case == "right-padded" else slice(n)] = 0
     return ids, seen
 
 
@@ -123,13 +125,13 @@ def inputs(model: Any, case: str) -> Json:
     """Texts, images or sound, by the model."""
     ids, seen = batch(case)
     draw = torch.Generator().manual_seed(0)
-    shape = {"pixel_values": (2, 3, 16, 16), "input_features": (3, 8, T)}.get(model.main_input_name)
+    shape = {"pixel_values": (2, 3, 16, 16), "input_features": (4, 8, T)}.get(model.main_input_name)
     found: Json = {"input_ids": ids}
     if shape:
         found = {model.main_input_name: torch.randn(shape, generator=draw).to(model.dtype)}
     elif case == "packed":
         at = torch.cat([torch.arange(SPLIT), torch.arange(T - SPLIT)])
-        found["position_ids"] = at.expand(3, T)
+        found["position_ids"] = at.expand(4, T)
     elif case != "full":
         found["attention_mask"] = seen
     return found | ({"decoder_input_ids": ids[:, :7]} if model.config.is_encoder_decoder else {})
@@ -240,14 +242,7 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
-MARKS = ("<!-- table: python tests/hf_table.py -->\n", "<!-- end -->\n")
-
-
-def main() -> None:
-    text = PAGE.read_text(encoding="utf-8")
-    before, _, rest = text.partition(MARKS[0])
-    PAGE.write_text(before + MARKS[0] + table() + MARKS[1] + rest.partition(MARKS[1])[2], "utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    text = PAGE.read_text(encoding="utf-8")
+    made = re.sub(r"(?s)(hf_table.py -->\n).*(<!-- end)", lambda m: m[1] + table() + m[2], text)
+    PAGE.write_text(made, encoding="utf-8")

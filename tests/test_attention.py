@@ -177,14 +177,14 @@ def test_the_truth_and_plain_pytorch_are_the_formula(case: Case) -> None:
     """Plain PyTorch's error sets the tolerance. The truth ignores NaN in keys that nothing sees."""
     given, spec = matrix.inputs(case, "float64"), case.spec("float64")
     leaves = oracle.leaves_of(given)
-    whole = oracle.altered(given, **leaves)
+    whole = given._replace(**leaves)
     out, _ = oracle.formula(*whole[:3], spec, **whole.options)
     every, some = torch.arange(case.Tq), torch.arange(0, case.Tq, 2)
     exact, plain = (of(case, "float64") for of in (matrix.truth, matrix.plain))
     unseen = ~exact.dv.any(3, keepdim=True).any(2, keepdim=True)
     k, v = (t.masked_fill(unseen, torch.nan) for t in (given.k, given.v))
     for found, rows in ((exact, every), (plain, every), (
-        truth(oracle.altered(given, k=k, v=v), spec, some), some)):
+        truth(given._replace(k=k, v=v), spec, some), some)):
         grads = torch.autograd.grad(
             out[:, rows], [*leaves.values()], given.dout[:, rows], retain_graph=True)
         for (name, t), want in zip(found.tensors.items(), (out[:, rows], *grads), strict=True):

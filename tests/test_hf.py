@@ -222,22 +222,26 @@ def test_a_downloaded_config_runs_no_code(tmp_path: Path, capsys) -> None:
 @pytest.mark.parametrize("name, cache", [
     ("llama", "dynamic"), ("mistral", "dynamic"), ("mistral", "static"), ("gemma2", "static")])
 def test_a_prompt_in_three_parts(name: str, cache: str) -> None:
+    """And a query after a hole."""
     ids, tokens = hf_table.batch("left-padded")
     model = build(name, "nanoattn:tiled" if cache == "dynamic" else "nanoattn:manual")
-    old = {"max_batch_size": 3} if VERSION < (5, 0) else {}
+    old = {"max_batch_size": 4} if VERSION < (5, 0) else {}
     kept = transformers.DynamicCache() if cache == "dynamic" else transformers.StaticCache(
         config=model.config, max_cache_len=32, **old)
-    seen, logits = 0, []
-    for part in ids.split([9, 7, 4], dim=1):
-        at = torch.arange(seen, seen + part.shape[1])
-        seen += part.shape[1]
+
+    def step(part: Tensor, seen: Tensor) -> Tensor:
+        at = torch.arange(seen.shape[1] - part.shape[1], seen.shape[1])
         more: dict[str, Any] = {"cache_position": at} if old else {}
         with torch.no_grad():
-            out = model(part, attention_mask=tokens[:, :seen], past_key_values=kept,
-                        position_ids=at.expand(3, -1), **more)
-        logits.append(out.logits)
-    joined = torch.cat(logits, dim=1)[tokens.bool()]
-    hf_table.check(name, "left-padded", {"logits": joined})
+            return model(part, attention_mask=seen, past_key_values=kept,
+                         position_ids=at.expand(4, -1), **more).logits
+
+    parts = zip(ids.split([9, 7, 4], dim=1), (9, 16, 20), strict=True)
+    logits = torch.cat([step(part, tokens[:, :end]) for part, end in parts], dim=1)
+    hf_table.check(name, "left-padded", {"logits": logits[tokens.bool()]})
+    holes = torch.cat((tokens, tokens[:, -1:]), dim=1).index_fill(1, torch.tensor([17]), 0)
+    with pytest.raises(BackendUnavailable, match="mask"):
+        step(ids[:, :1], holes)
 
 
 # --- how models are used ---

@@ -60,7 +60,7 @@ def test_any_call(name: str, examples: int) -> None:
             return
         spec, inputs = case.spec(dtype, grad=grad), matrix.inputs(case, dtype)
         leaves = oracle.leaves_of(inputs, grad)
-        given = oracle.altered(inputs, **leaves)
+        given = inputs._replace(**leaves)
         with context():
             out = BACKENDS[name].attend(given.q, given.k, given.v, spec, **given.options)
             with torch.autocast("cpu", enabled=False):  # PyTorch's own backward obeys it, too
@@ -176,10 +176,10 @@ def test_a_sink_of_minus_infinity_is_none_and_rows_that_see_nothing_move_none() 
     for name in able(sunk):
         attend = BACKENDS[name].attend
         without = run(attend, given, spec)
-        got = run(attend, oracle.altered(given, sinks=torch.full((3,), -torch.inf)), sunk)
+        got = run(attend, given._replace(sinks=torch.full((3,), -torch.inf)), sunk)
         for n, t in without.tensors.items():
             torch.testing.assert_close(got.tensors[n], t, rtol=1e-6, atol=1e-6)
-        other = run(attend, oracle.altered(given, sinks=torch.ones(3), dout=blind), sunk)
+        other = run(attend, given._replace(sinks=torch.ones(3), dout=blind), sunk)
         assert not got.dsinks.any() and not other.dsinks.any(), name
 
 

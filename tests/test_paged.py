@@ -216,15 +216,29 @@ def test_runs_are_joined_in_float32_and_sinks_once(splits) -> None:
 @pytest.mark.parametrize("name, device", PATHS)
 def test_a_hidden_key_has_no_weight_however_low_the_scores_that_are_seen(name, device) -> None:
     """All are -60,000: a mask of -1e4 would be the largest."""
-    spec, v = replace(SPEC, n_head=2, n_kv_head=1, head_dim=4), torch.arange(7.0)[:, None, None]
-    row = torch.full((7, 2, 4), -30_000.0), torch.ones(7, 1, 4), v.expand(7, 1, 4)
-    [out] = serve(partial(attend, name), spec, [(1,)] * 7, device, [row])
-    check(out, row, spec)
+    spec = replace(SPEC, n_head=2, n_kv_head=1, head_dim=4, alibi=True)  # no call of SDPA
+    v, slopes = torch.arange(7.0)[:, None, None].expand(7, 1, 4), torch.zeros(2)
+    row = torch.full((7, 2, 4), -30_000.0), torch.ones(7, 1, 4), v
+    [out] = serve(partial(attend, name), spec, [(1,)] * 7, device, [row],
+                  alibi_slopes=slopes.to(device))
+    check(out, row, spec, alibi_slopes=slopes)
 
 
-@pytest.mark.parametrize("name, device", PATHS)
+@needs_triton
+def test_opcheck() -> None:
+    from attention.triton import paged_kernels
+
+    q, pages, numbers = torch.randn(2, 1, 4, 16), torch.randn(5, 4, 2, 16), (3, 0.5, 2.0, 2)
+    rows = ((1, 2), (3, 4)), (5, 2), (1, 1)  # page_table, start, count
+    for more in ((torch.randn(4), torch.rand(2, 4), *numbers), (None, None, 0, 0.25, None, 0)):
+        args = [q, pages, pages.flip(0), *(torch.tensor(x, dtype=torch.int32) for x in rows), *more]
+        torch.library.opcheck(paged_kernels.decode, [
+            x.to(KERNEL_DEVICE) if isinstance(x, Tensor) else x for x in args])
+
+
+@pytest.mark.parametrize("name, device", [PATHS[0], PATHS[2]])
 def test_torch_compile_takes_it_into_one_graph(name, device) -> None:
-    """Writes to pages survive functionalization, the kernel has a fake one."""
+    """Writes to pages survive functionalization."""
     compiled = torch.compile(partial(attend, name), backend="aot_eager", fullgraph=True,
                              dynamic=False)
     inputs, schedule = draw(SPEC, [6, 4]), [(5, 3), (1, 1)]

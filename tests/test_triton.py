@@ -15,7 +15,6 @@ import sys
 from functools import partial
 from typing import Any
 
-import oracle
 import pytest
 import torch
 from conftest import few
@@ -62,12 +61,12 @@ def test_tiles_that_no_row_sees_are_not_read(case: Case, monkeypatch) -> None:
     for row, unseen in enumerate(skipped):
         rows, v = slice(row * b, row * b + b), given.v.clone()
         v[:, unseen] = torch.nan
-        got = run(attend, oracle.altered(given, v=v), spec, times=0)
+        got = run(attend, given._replace(v=v), spec, times=0)
         assert torch.equal(got.out[:, rows], want.out[:, rows])
     assert skipped.any()
     dout = given.dout.clone()
     dout[:, -b:] = torch.nan  # these rows' gradient reaches only the tiles that they see
-    got = run(attend, oracle.altered(given, dout=dout), spec)
+    got = run(attend, given._replace(dout=dout), spec)
     for name in ("dk", "dv"):
         assert torch.equal(got.tensors[name][:, skipped[-1]], want.tensors[name][:, skipped[-1]])
 
@@ -91,7 +90,7 @@ def test_what_a_tile_has_past_the_last_query_overflows_nowhere() -> None:
     """ALiBi's scores grow for queries before every key, and slopes below 0."""
     case = Case("steep", 33, 17, right=9, alibi=True, B=1, H=2, Hkv=2, D=16)
     spec, given = case.spec("float32"), matrix.inputs(case, "float32", DEVICE)
-    given = oracle.altered(given, alibi_slopes=torch.tensor([9.0, -9.0], device=DEVICE))
+    given = given._replace(alibi_slopes=torch.tensor([9.0, -9.0], device=DEVICE))
     found = both_passes([*given], spec, partial(attend, **given.options))
     for got, want in zip(found, truth(given, spec).tensors.values(), strict=True):
         torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
