@@ -8,6 +8,7 @@ Random weights are so large that windows, softcaps and sinks matter.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton
 from torch import Tensor
 
-from attention import BackendUnavailable, Machine, Policy, hf
+from attention import BackendUnavailable, Policy, hf
 from attention import get as get_backend
 from attention.truth import allowed_error
 
@@ -110,69 +111,53 @@ def build(name: str, implementation: str, dtype: torch.dtype = torch.float32, **
     return model.to(dtype).eval()
 
 
-def inputs(name: str, case: str = "full") -> Json:
-    """Of an encoder: images, sound, or three texts, the second of which may be padded."""
-    draw = torch.Generator().manual_seed(0)
-    ids, seen = torch.randint(3, 61, (3, T), generator=draw), torch.ones(3, T, dtype=torch.long)
-    decoded = {"decoder_input_ids": ids[:, :7]}
-    if name == "whisper":
-        return {"input_features": torch.randn(3, 8, T, generator=draw)} | decoded
-    if "image_size" in ENCODERS[name]:
-        return {"pixel_values": torch.randn(2, 3, 16, 16, generator=draw)}
-    seen[1, 13:] = 0
-    masks = {"right-padded": seen, "left-padded": seen.flip(1), "training": seen}
-    asked = {"input_ids": ids} | ({"attention_mask": masks[case]} if case in masks else {})
-    return asked | decoded if name == "bart" else asked
-
-
 def batch(case: str) -> tuple[Tensor, Tensor]:
-    ids = torch.randint(3, 61, (2, T), generator=torch.Generator().manual_seed(1))
+    """Four texts (4, T), and a mask: two in the middle may be padded."""
+    ids = torch.randint(3, 61, (4, T), generator=torch.Generator().manual_seed(1))
     seen = torch.ones_like(ids)
-    if case == "right-padded":
-        seen[1, -PADDED:] = 0
-    elif case not in ("full", "packed"):
-        seen[1, :PADDED] = 0
+    if case not in ("full", "packed"):
+        for row, n in ((1, PADDED), (2, PADDED - 2)):
+            seen[row, slice(-n, None) if case == "right-padded" else slice(n)] = 0
     return ids, seen
 
 
-def run(model: Any, case: str, name: str = "") -> dict[str, Tensor]:
-    """Logits of all tokens but padding; in training the gradients; an encoder's last states."""
-    if name in ENCODERS:
-        asked = {n: t.to(model.dtype) if t.is_floating_point() else t
-                 for n, t in inputs(name, case).items()}
-        hidden, seen = model(**asked).last_hidden_state, asked.get("attention_mask")
-        real = hidden[seen.bool()] if seen is not None and hidden.shape[1] == T else hidden
-        if case != "training":
-            return {"logits": real.detach()}
-        draw = torch.Generator().manual_seed(1)  # of squares a normalization makes a constant
-        loss = (real * torch.randn(real.shape, generator=draw)).sum()
-        return gradients(loss, model)
+def inputs(model: Any, case: str) -> Json:
+    """Texts, images or sound, by the model."""
+    ids, seen = batch(case)
+    draw = torch.Generator().manual_seed(0)
+    shape = {"pixel_values": (2, 3, 16, 16), "input_features": (4, 8, T)}.get(model.main_input_name)
+    found: Json = {"input_ids": ids}
+    if shape:
+        found = {model.main_input_name: torch.randn(shape, generator=draw).to(model.dtype)}
+    elif case == "packed":
+        at = torch.cat([torch.arange(SPLIT), torch.arange(T - SPLIT)])
+        found["position_ids"] = at.expand(4, T)
+    elif case != "full":
+        found["attention_mask"] = seen
+    return found | ({"decoder_input_ids": ids[:, :7]} if model.config.is_encoder_decoder else {})
+
+
+def run(model: Any, case: str) -> dict[str, Tensor]:
+    """Logits (an encoder's last states) of all tokens but padding; in training the gradients."""
     ids, seen = batch(case)
     if case in CACHED:
         with torch.no_grad():
             made = model.generate(
                 ids, attention_mask=seen, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False,
                 cache_implementation=case.partition(" ")[0], output_logits=True,
-                return_dict_in_generate=True,
-            )
+                return_dict_in_generate=True)
         return {"logits": torch.stack(made.logits, dim=1), "tokens": made.sequences}
-    asked: Json = {"use_cache": False}
-    if case == "packed":
-        at = torch.cat([torch.arange(SPLIT), torch.arange(T - SPLIT)])
-        asked["position_ids"] = at.expand(2, T)
-    elif case != "full":
-        asked["attention_mask"] = seen
-    if case != "training":
-        with torch.no_grad():
-            return {"logits": model(ids, **asked).logits[seen.bool()]}
-    model.train()
-    logits = model(ids, **asked).logits
-    loss = torch.nn.functional.cross_entropy(logits[seen.bool()], ids[seen.bool()])
+    asked, decoder = inputs(model, case), model.can_generate()
+    model.train(decoder and case == "training")
+    with torch.set_grad_enabled(case == "training"):
+        out = model(**asked, **{"use_cache": False} if decoder else {})
     model.eval()
-    return gradients(loss, model)
-
-
-def gradients(loss: Tensor, model: Any) -> dict[str, Tensor]:
+    values = out.logits if decoder else out.last_hidden_state
+    values = values[seen.bool()] if values.shape[:2] == seen.shape else values
+    if case != "training":
+        return {"logits": values}
+    draw = torch.Generator().manual_seed(1)  # of squares a normalization makes a constant
+    loss = (values * torch.randn(values.shape, generator=draw)).mean()
     names, weights = zip(*((n, p) for n, p in model.named_parameters() if p.requires_grad))
     grads = torch.autograd.grad(loss, weights, allow_unused=True)
     return {n: g for n, g in zip(names, grads, strict=True) if g is not None}
@@ -196,7 +181,7 @@ def finite_masks() -> Iterator[None]:
 @cache
 def eager(name: str, case: str, dtype: torch.dtype) -> dict[str, Tensor]:
     with finite_masks():
-        return run(build(name, "eager", dtype), case, name)
+        return run(build(name, "eager", dtype), case)
 
 
 def check(name: str, case: str, got: dict[str, Tensor]) -> None:
@@ -216,16 +201,15 @@ def check(name: str, case: str, got: dict[str, Tensor]) -> None:
 def cell(name: str, backend: str, case: str) -> str:
     """Run one model; return "" if this kernel ran in every layer and is right, else the refusal.
 
-    Raises AssertionError: a wrong number, another kernel, or a refusal that no Caps declare.
+    Raises AssertionError: a wrong number, or another kernel.
     """
     hf.register([backend], Policy(fallback=False))
     model = build(name, hf.implementation(backend))
     try:
-        got = run(model, case, name)
+        got = run(model, case)
     except BackendUnavailable as e:
         if " refuses " in str(e) or "does not call" in str(e):  # by the bridge
             return str(e).partition(": ")[2]
-        assert declared_refusal(name, backend, case), e
         return str(e).partition(f" {backend}: ")[2]
     check(name, case, got)
     layers = hf.report(model)
@@ -235,15 +219,6 @@ def cell(name: str, backend: str, case: str) -> str:
     counted = sum(n for _, n in ran) == model.config.num_hidden_layers * passes
     assert all(layer.ran for layer in layers) if name in ENCODERS else counted, ran
     return ""
-
-
-def declared_refusal(name: str, backend: str, case: str) -> bool:
-    """True if the Caps refuse a Spec that manual gets in this model."""
-    model = build(name, hf.implementation("manual"))
-    run(model, case)
-    specs = [spec for layer in hf.report(model) for spec, *_ in layer.ran]
-    here = Machine.here("cpu")
-    return any(get_backend(backend).why_not(spec, here) for spec in specs)
 
 
 def table() -> str:
@@ -267,14 +242,7 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
-MARKS = ("<!-- table: python tests/hf_table.py -->\n", "<!-- end -->\n")
-
-
-def main() -> None:
-    text = PAGE.read_text(encoding="utf-8")
-    before, _, rest = text.partition(MARKS[0])
-    PAGE.write_text(before + MARKS[0] + table() + MARKS[1] + rest.partition(MARKS[1])[2], "utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    text = PAGE.read_text(encoding="utf-8")
+    made = re.sub(r"(?s)(hf_table.py -->\n).*(<!-- end)", lambda m: m[1] + table() + m[2], text)
+    PAGE.write_text(made, encoding="utf-8")

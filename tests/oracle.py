@@ -1,5 +1,4 @@
-"""The contract by its words (`formula`), the truth and tolerance of attention/proof.py without a
-Spec, and random cases."""
+"""The contract by its words (`formula`), the tolerance without a Spec (`right`), random cases."""
 
 from __future__ import annotations
 
@@ -8,10 +7,11 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
-from torch import Tensor, device, dtype
+from torch import Tensor
 
 from attention import BACKENDS, Spec, proof
-from attention.check.matrix import Case, agree
+from attention.check import matrix
+from attention.check.matrix import Case
 from attention.masks import filled_cache
 from attention.proof import Inputs, Result
 
@@ -46,41 +46,21 @@ def formula(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | N
     return out, (total.log() + most).squeeze(-1).detach()
 
 
-def _call(of: Any, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, options: Any) -> Result:
-    more = [options.pop(name, None) for name in ("segments", "sinks", "alibi_slopes")]
-    has = dict(zip(("segments", "sinks", "alibi"), (t is not None for t in more), strict=True))
-    shape = q.shape[2], k.shape[2], q.shape[3], str(q.dtype).removeprefix("torch.")
-    return of(Inputs(q, k, v, dout, *more), Spec(*shape, **has, **options))
-
-
-def attention(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **options: Any) -> Result:
-    """In float64, on the CPU."""
-    with device("cpu"):
-        return _call(proof.truth, q.cpu(), k.cpu(), v.cpu(), dout.cpu(), options)
-
-
-def plain(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **options: Any) -> Result:
-    return _call(proof.plain, q, k, v, dout, options)
-
-
-def altered(given: Inputs, **tensors: Tensor) -> Inputs:
-    return given._replace(**tensors)
-
-
 def leaves_of(given: Inputs, grad: bool = True) -> dict[str, Tensor]:
     """What may have a gradient."""
     found = {name: getattr(given, name) for name in ("q", "k", "v", "sinks")}
     return {n: t.detach().requires_grad_(grad) for n, t in found.items() if t is not None}
 
 
-def check(got: Result, rough: Result, exact: Result, dtype: dtype) -> None:
-    agree(got, rough, exact, str(dtype).removeprefix("torch."))
-
-
-def right(out: Tensor, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
+def right(out: Tensor, q: Tensor, k: Tensor, v: Tensor, *, segments: Tensor | None = None,
+          sinks: Tensor | None = None, alibi_slopes: Tensor | None = None, **options: Any) -> None:
     """Raise AssertionError unless `out` is within the tolerance of the truth."""
-    rough, exact = (f(q, k, v, torch.ones_like(q), **options) for f in (plain, attention))
-    check(Result(out), rough, exact, q.dtype)
+    dtype, scores = str(q.dtype).removeprefix("torch."), (segments, sinks, alibi_slopes)
+    has = dict(zip(("segments", "sinks", "alibi"), (t is not None for t in scores), strict=True))
+    spec = Spec(q.shape[2], k.shape[2], q.shape[3], dtype, **has, **options)
+    given = Inputs(q, k, v, torch.ones_like(q), *scores)
+    on_cpu = Inputs(*(t if t is None else t.cpu() for t in given))  # type: ignore[arg-type]
+    matrix.agree(Result(out), proof.plain(given, spec), proof.truth(on_cpu, spec), dtype)
 
 
 COUNTS = st.integers(0, 31).map(lambda n: n if n < 31 else 300)  # 300: blocks, pages of 256

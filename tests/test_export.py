@@ -188,6 +188,7 @@ def test_what_no_family_has_is_not_exported(tmp_path):
         "several sizes": {**ROPE, "attention_window": (4, 8)},
         "some layers.*--qk_norm": {**ROPE, "attention_window": (4, None)},
         "n_kv_head.*--position": {"n_kv_head": 1}, "window.*--position": {"attention_window": 4},
+        "position": {"position": "alibi"}, ".*position": {**ROPE, "position": "alibi"},
     }.items():
         model = GPT(GPTConfig(16, 9, 2, 2, 8, **{"bias": False, **changes}))
         with pytest.raises(UserError, match=words):

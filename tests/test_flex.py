@@ -7,28 +7,19 @@ PyTorch computes the traced graph.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import product
 
 import oracle
 import pytest
 import torch
+from conftest import few
 from torch import Tensor
 from torch._dynamo.utils import counters
 
 from attention import BACKENDS, Spec, flex, get
 from attention.check import matrix
-
-
-@pytest.fixture
-def only_traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Traced code runs as plain PyTorch."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    flex.compiled.cache_clear()
-    yield
-    flex.compiled.cache_clear()
 
 
 def packed(B: int, T: int) -> Tensor:
@@ -70,11 +61,11 @@ def test_all_lengths_and_windows_take_three_compilations(spec, shapes, B, window
 ASKED = [c for c in matrix.CASES if c.scale or c.softcap or c.sinks or c.alibi]
 
 
-@pytest.mark.parametrize("case", [
-    pytest.param(c, id=c.name, marks=[pytest.mark.slow] * (c.name != ASKED[-1].name))
-    for c in ASKED
-])
-def test_scores_with_gradients(case, only_traced, monkeypatch) -> None:
+@pytest.mark.parametrize("case", few(ASKED[::-1]), ids=lambda case: case.name)
+def test_scores_with_gradients(case, monkeypatch) -> None:
+    """Traced code runs as plain PyTorch."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(flex, "compiled", cache(flex.compiled.__wrapped__))
     module = importlib.import_module("torch.nn.attention.flex_attention")
     monkeypatch.setattr(module, "_validate_device", lambda *_: None)
     rows = tuple(replace(row, devices=("cpu",)) for row in get("flex").caps)

@@ -10,6 +10,7 @@ from typing import Any
 
 import oracle
 import pytest
+import test_model
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,8 +22,10 @@ from attention import BACKENDS, Machine, Ring, Spec
 from attention.check import matrix
 from attention.check.matrix import Case
 from attention.proof import Inputs, Result, run, truth
+from model import alibi_slopes
+from viewer.document import maps, scores, watched, weights
 
-HERE, D = Machine.here("cpu"), 8
+HERE = Machine.here("cpu")
 
 
 def able(spec: Spec) -> list[str]:
@@ -57,7 +60,7 @@ def test_any_call(name: str, examples: int) -> None:
             return
         spec, inputs = case.spec(dtype, grad=grad), matrix.inputs(case, dtype)
         leaves = oracle.leaves_of(inputs, grad)
-        given = oracle.altered(inputs, **leaves)
+        given = inputs._replace(**leaves)
         with context():
             out = BACKENDS[name].attend(given.q, given.k, given.v, spec, **given.options)
             with torch.autocast("cpu", enabled=False):  # PyTorch's own backward obeys it, too
@@ -99,55 +102,40 @@ def test_tiles_and_blocks_at_the_borders_of_a_mask(name: str, case: Case) -> Non
 
 # --- derivatives ---
 
-SPECS = [
-    Spec(2, 2, D, "float32"), Spec(4, 2, D, "float32", window=3),
-    Spec(4, 1, D, "float32", segments=True), Spec(4, 2, D, "float32", sinks=True),
-    Spec(1, 1, D, "float32", window=260),  # several blocks of queries
-]
+@pytest.mark.parametrize("case", matrix.cases(
+    "6, 6-window3 gqa, 6-packed mqa, 6-sinks gqa, 300-window260 H1 Hkv1", "D8"),
+    ids=lambda case: case.name)
+def test_a_second_derivative_is_right_or_an_error_and_torch_func_has_the_first(case) -> None:
+    """By q, k and v, or by the gradient of the output alone."""
+    spec, given = case.spec("float32"), matrix.inputs(case, "float32")
+    *leaves, dout = (t.clone().requires_grad_() for t in given[:4])
 
+    def formula(*args: Any, **options: Any) -> Tensor:
+        return oracle.formula(*args, **options)[0]
 
-def some(spec: Spec) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
-    noise, T = torch.Generator().manual_seed(0), 300 if spec.window == 260 else 6
-    q, k, v = (
-        torch.randn(2, T, H, D, generator=noise) for H in (spec.n_head, *[spec.n_kv_head] * 2))
-    options = {"segments": (torch.arange(T) // 3).int().expand(2, T)} if spec.segments else {}
-    return q, k, v, options | ({"sinks": torch.arange(4.0)} if spec.sinks else {})
+    def second(attend: Callable[..., Tensor], by: list[Tensor]) -> tuple[Tensor, ...]:
+        out = attend(*leaves, spec, **given.options)
+        dx = torch.autograd.grad(out, leaves, dout, create_graph=True)
+        return torch.autograd.grad(sum(d.square().sum() for d in dx), by)
 
-
-def formula(*args: Any, **options: Any) -> Tensor:
-    return oracle.formula(*args, **options)[0]
-
-
-@pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_a_second_derivative_is_right_or_an_error_and_torch_func_has_the_first(spec) -> None:
-    """W is before the kernel and its gradient, or only its gradient."""
-    *qkv, options = some(spec)
-    leaves, W = [t.requires_grad_() for t in qkv], torch.eye(D).requires_grad_()
-
-    def penalty(attend: Callable[..., Tensor], behind: bool) -> Tensor:
-        before, after = (torch.eye(D), W) if behind else (W, torch.eye(D))
-        out = attend(*(x @ before for x in leaves), spec, **options) @ after
-        dx = torch.autograd.grad(out.square().sum(), leaves, create_graph=True)
-        return torch.autograd.grad(sum(d.square().sum() for d in dx) + W.sum(), W)[0]
-
-    def grads(attend: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+    def first(attend: Callable[..., Tensor]) -> tuple[Tensor, ...]:
         def loss(q: Tensor, k: Tensor) -> Tensor:
-            return attend(q, k, qkv[2].detach(), spec, **options).square().sum()
+            return attend(q, k, given.v, spec, **given.options).square().sum()
 
-        return torch.func.grad(loss, argnums=(0, 1))(qkv[0].detach(), qkv[1].detach())
+        return torch.func.grad(loss, argnums=(0, 1))(given.q, given.k)
 
     kernels = {n: BACKENDS[n].attend for n in able(spec) if n != "triton"}
     if not spec.sinks:
         kernels["ring"] = Ring().attend(BACKENDS["tiled"])
     for name, attend in kernels.items():
-        torch.testing.assert_close(grads(attend), grads(formula), rtol=1e-3, atol=1e-4)
-        for behind in (False, True):
+        torch.testing.assert_close(first(attend), first(formula), rtol=1e-3, atol=1e-4)
+        for by in (leaves, [dout]):
             if name in ("manual", "sdpa_math"):
-                want = penalty(formula, behind)
-                torch.testing.assert_close(penalty(attend, behind), want, rtol=1e-4, atol=1e-4)
+                torch.testing.assert_close(second(attend, by), second(formula, by),
+                                           rtol=1e-4, atol=1e-4)
             else:
                 with pytest.raises(RuntimeError, match="derivative"):
-                    penalty(attend, behind)
+                    second(attend, by)
 
 
 # --- single cases ---
@@ -188,10 +176,10 @@ def test_a_sink_of_minus_infinity_is_none_and_rows_that_see_nothing_move_none() 
     for name in able(sunk):
         attend = BACKENDS[name].attend
         without = run(attend, given, spec)
-        got = run(attend, oracle.altered(given, sinks=torch.full((3,), -torch.inf)), sunk)
+        got = run(attend, given._replace(sinks=torch.full((3,), -torch.inf)), sunk)
         for n, t in without.tensors.items():
             torch.testing.assert_close(got.tensors[n], t, rtol=1e-6, atol=1e-6)
-        other = run(attend, oracle.altered(given, sinks=torch.ones(3), dout=blind), sunk)
+        other = run(attend, given._replace(sinks=torch.ones(3), dout=blind), sunk)
         assert not got.dsinks.any() and not other.dsinks.any(), name
 
 
@@ -256,3 +244,36 @@ def test_weights_of_rows_in_a_graph_and_of_rows_that_are_none() -> None:
             few(**wrong)
     assert nanoattn.weights(q, q[:, :0], spec).shape == (1, 2, 300, 0)
     assert few(rows=[]).shape == (1, 2, 0, 300)
+
+
+# --- ALiBi in a model ---
+
+
+def test_the_slopes_are_the_papers() -> None:
+    """Section 3: for 8 heads 1/2 to 1/256; for 12, by its code, every second one of 16 follows."""
+    twelve = [*(2.0**-n for n in range(1, 9)), *(2.0 ** -(n - 0.5) for n in range(1, 5))]
+    for n in (1, 2, 3, 7, 8, 12, 16, 40):
+        slopes = alibi_slopes(n, torch.device("cpu"))
+        assert slopes.shape == (n,) and slopes.dtype == torch.float32
+        assert slopes.unique().numel() == n and 2**-8 <= slopes.min() <= slopes.max() < 1
+        if n in (8, 12):
+            torch.testing.assert_close(slopes, torch.tensor(twelve[:n]))
+
+
+def test_a_model_has_positions_in_its_scores_alone_and_explain_shows_them() -> None:
+    """Without a bias a first layer could not tell the order of earlier tokens."""
+    build = partial(test_model.build, position="alibi")
+    model, x = build(n_layer=1).eval(), torch.arange(10)[None]
+    assert {*model.state_dict()} == {*test_model.build(n_layer=1, position="rope").state_dict()}
+    swapped = x[:, [1, 0, *range(2, 10)]]
+    assert not torch.allclose(model(x)[0][:, -1], model(swapped)[0][:, -1])
+    half = build().bfloat16()  # whose slopes are not rounded
+    torch.testing.assert_close(half(x)[0].float(), build()(x)[0], rtol=0.1, atol=0.5)
+    with watched(model) as calls, torch.no_grad():
+        model.hidden(x)
+    [call] = calls
+    P = weights(call)
+    torch.testing.assert_close(scores(call, 10).softmax(-1), P, rtol=1e-4, atol=1e-5)
+    out = torch.einsum("hij,jhd->ihd", P, call.v[0])
+    torch.testing.assert_close(out, call.out[0], rtol=1e-4, atol=1e-5)
+    assert all(layer["agrees"] for layer in maps(calls)["layers"])

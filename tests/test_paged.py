@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import oracle
@@ -19,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attention import BACKENDS, Spec
-from attention.masks import StaticView, filled_cache
+from attention.masks import StaticView
 from inference.cache import PagedCache, StaticCache
 
 HAS_CUDA = torch.cuda.is_available()
@@ -88,11 +87,13 @@ def draw(spec: Spec, lengths: Sequence[int]) -> Rows:
              for h in heads] for T in lengths]
 
 
-def steps(run: Callable[..., Tensor], spec: Spec, schedule: Sequence[Sequence[int]], device: str,
-          inputs: Rows, pad: tuple[float, float], **more: Any) -> Iterator[list[Tensor]]:
-    """Rows grow by counts[row] a step. Right padding is pad[0] in q, pad[1] in k and v."""
+def serve(run: Callable[..., Tensor], spec: Spec, schedule: Sequence[Sequence[int]], device: str,
+          inputs: Rows, pad: tuple[float, float] = (50.0, torch.nan), **more: Any) -> list[Tensor]:
+    """Outputs (T, H, D) of rows that grow by counts[row] a step, padded on the right by pad[0] in
+    q, pad[1] in k and v."""
     cache, at = empty(spec, [len(q) for q, *_ in inputs], device), [0] * len(inputs)
     rows = [cache.pool.new() for _ in inputs] if cache.pool else None
+    outs = [q[:0] for q, *_ in inputs]
     for counts in schedule:
         T, padded = max(counts), []
         for n, value in enumerate((pad[0], pad[1], pad[1])):
@@ -110,14 +111,8 @@ def steps(run: Callable[..., Tensor], spec: Spec, schedule: Sequence[Sequence[in
         assert not out[idle].any(), "a row without new tokens"
         step.advance()
         at = [a + n for a, n in zip(at, counts)]
-        yield [out[b, :n] for b, n in enumerate(counts)]
-
-
-def serve(run: Callable[..., Tensor], spec: Spec, schedule: Sequence[Sequence[int]], device: str,
-          inputs: Rows, pad: tuple[float, float] = (50.0, torch.nan), **more: Any) -> list[Tensor]:
-    """All outputs (T, H, D) of each row."""
-    found = steps(run, spec, schedule, device, inputs, pad, **more)
-    return [torch.cat(parts) for parts in zip(*found)]
+        outs = [torch.cat((done, out[b, :n])) for b, (done, n) in enumerate(zip(outs, counts))]
+    return outs
 
 
 def check(got: Tensor, row: Sequence[Tensor], spec: Spec, **more: Any) -> None:
@@ -199,64 +194,46 @@ def test_any_view_of_a_cache(case: Any, view: Any, by: Any) -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("splits", [1, 8])
-def test_sinks_join_the_runs_once(splits) -> None:
-    spec = replace(SPEC, page_size=16, sinks=True, softcap=3.0)
+@pytest.mark.parametrize("splits", [1, 2, 8])
+def test_runs_are_joined_in_float32_and_sinks_once(splits) -> None:
+    """Sums above float16's range; scores 128 and 128.5."""
     sinks = torch.tensor([6.0, 3.0, 0.0, 9.0])
-    inputs, schedule = draw(spec, [200, 65, 1]), [(199, 64, 0), (1, 1, 0), (0, 0, 1)]
-    outs = serve(partial(attend, "kernel"), spec, schedule, KERNEL_DEVICE, inputs,
-                 sinks=sinks.to(KERNEL_DEVICE), splits=splits)
-    for out, row in zip(outs, inputs, strict=True):
-        check(out[-1:], row, spec, sinks=sinks)
+    v = torch.full((256, 1, 16), 800.0).index_fill(0, torch.arange(128, 256), 400).half()
+    row = [torch.ones(256, 2, 16).half(), torch.where(v == 800, 1.0, 1 + 2**-8).half(), v]
+    half = replace(SPEC, n_head=2, n_kv_head=1, head_dim=16, dtype="float16", scale=8.0)
+    sunk = replace(SPEC, sinks=True, softcap=3.0)
+    for spec, inputs, schedule, more in (
+        (half, [row], [(255,), (1,)], {}),
+        (sunk, draw(sunk, [200, 65, 1]), [(199, 64, 0), (1, 1, 1)], {"sinks": sinks})):
+        moved = {name: t.to(KERNEL_DEVICE) for name, t in more.items()}
+        outs = serve(partial(attend, "kernel", splits=splits), replace(spec, page_size=16),
+                     schedule, KERNEL_DEVICE, inputs, **moved)
+        for out, row in zip(outs, inputs, strict=True):
+            check(out[-1:], row, spec, **more)
 
 
 @needs_triton
 @pytest.mark.parametrize("name, device", PATHS)
 def test_a_hidden_key_has_no_weight_however_low_the_scores_that_are_seen(name, device) -> None:
     """All are -60,000: a mask of -1e4 would be the largest."""
-    T, spec = 7, replace(SPEC, n_head=2, n_kv_head=1, head_dim=4, sinks=True)
-    q = torch.full((1, T, 2, 4), -30_000.0, device=device)
-    v = torch.arange(T, device=device)[None, :, None, None].expand(1, T, 1, 4).float()
-    k_pages, v_pages, view = filled_cache(torch.ones_like(v), v, spec)
-    sinks = torch.full((2,), -60_000.0, device=device)
-    for i in range(T):
-        reads = k_pages, v_pages, view([i], [1])
-        stored = SimpleNamespace(append=lambda *_, reads=reads: reads)
-        out = attend(name, q[:, :1], v[:, :1], v[:, :1], spec, cache=stored, sinks=sinks)
-        want = i * (i + 1) / 2 / (i + 2)  # 0 to i, and the sink without a value
-        # Compiled, a score less the maximum is one instruction, and is not rounded as the sink is.
-        assert out.flatten().tolist() == pytest.approx([want] * 8, rel=4e-3 if HAS_CUDA else 1e-6)
-
-
-@needs_triton
-@pytest.mark.parametrize("splits", [1, 2])
-def test_the_sums_of_half_precision_are_kept_in_float32(splits) -> None:
-    """Sums above float16's range; scores 128 and 128.5, equal in float16."""
-    from attention.triton import paged_kernels
-
-    v = torch.full((1, 256, 1, 16), 800.0, dtype=torch.float16, device=KERNEL_DEVICE)
-    v[:, 128:] = 400
-    k = torch.where(v == 800, 1.0, 1 + 2**-8).half()
-    spec = replace(SPEC, n_head=2, n_kv_head=1, head_dim=16, page_size=64, dtype="float16")
-    k_pages, v_pages, view = filled_cache(k, v, spec)
-    at = view([255], [1])
-    reads = at.page_table, at.start, at.count, None, None, 0, 8.0, None, splits
-    q = torch.ones(1, 1, 2, 16, dtype=torch.float16, device=KERNEL_DEVICE)
-    got = paged_kernels.decode(q, k_pages, v_pages, *reads).flatten().tolist()
-    assert got == pytest.approx([(800 + 400 * math.e**0.5) / (1 + math.e**0.5)] * 32, rel=1e-3)
+    spec = replace(SPEC, n_head=2, n_kv_head=1, head_dim=4, alibi=True)  # no call of SDPA
+    v, slopes = torch.arange(7.0)[:, None, None].expand(7, 1, 4), torch.zeros(2)
+    row = torch.full((7, 2, 4), -30_000.0), torch.ones(7, 1, 4), v
+    [out] = serve(partial(attend, name), spec, [(1,)] * 7, device, [row],
+                  alibi_slopes=slopes.to(device))
+    check(out, row, spec, alibi_slopes=slopes)
 
 
 @needs_triton
 def test_opcheck() -> None:
     from attention.triton import paged_kernels
 
-    q, pages, spec = torch.randn(2, 1, 4, 16), torch.randn(5, 4, 2, 16), (3, 0.5, 2.0, 2)
-    table = torch.tensor([[1, 2], [3, 4]], dtype=torch.int32)
-    start, count = torch.tensor([5, 2], dtype=torch.int32), torch.ones(2, dtype=torch.int32)
-    for more in ((torch.randn(4), torch.rand(2, 4), *spec), (None, None, 0, 0.25, None, 0)):
-        args = [x.to(KERNEL_DEVICE) if isinstance(x, Tensor) else x
-                for x in (q, pages, pages.flip(0), table, start, count, *more)]
-        torch.library.opcheck(paged_kernels.decode, args)
+    q, pages, numbers = torch.randn(2, 1, 4, 16), torch.randn(5, 4, 2, 16), (3, 0.5, 2.0, 2)
+    rows = ((1, 2), (3, 4)), (5, 2), (1, 1)  # page_table, start, count
+    for more in ((torch.randn(4), torch.rand(2, 4), *numbers), (None, None, 0, 0.25, None, 0)):
+        args = [q, pages, pages.flip(0), *(torch.tensor(x, dtype=torch.int32) for x in rows), *more]
+        torch.library.opcheck(paged_kernels.decode, [
+            x.to(KERNEL_DEVICE) if isinstance(x, Tensor) else x for x in args])
 
 
 @pytest.mark.parametrize("name, device", [PATHS[0], PATHS[2]])
