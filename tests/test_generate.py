@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,6 @@ import data
 from core.cpu import int8
 from inference import constrain, engine, serve
 from inference.engine import KV_CACHES
-from inference.graphs import compiled
 from inference.sampling import ENDED, Options, SamplingParams, Stats, sample_token, uniform
 from model import GPT
 
@@ -191,11 +189,14 @@ def test_every_cache_draws_what_a_loop_over_the_text_draws(setting) -> None:
     assert ids >= {token for row in want for token in row}
     for kv in KV_CACHES:
         pages = {"page_size": 4} if kv == "paged" else {}
-        texts = engine.generate(model, prompts, n, kv_cache=kv, **pages, **given())
+        how, state = given(), torch.get_rng_state()
+        texts = engine.generate(model, prompts, n, kv_cache=kv, **pages, **how)
         assert [t[len(p) :].tolist() for t, p in zip(texts, prompts, strict=True)] == want, kv
+        assert how["generator"] is None or torch.equal(state, torch.get_rng_state())
     if "generator" not in options:  # numbers of one generator come in another order
         new: list[list[int]] = [[] for _ in prompts]
         for b, token in serve.stream(model, iter(prompts), n, slots=2, page_size=4, **given()):
+            assert torch.is_grad_enabled()
             new[b] += [] if token == ENDED else [token]
         assert new == want
     if n > 9 and options != GREEDY and "generator" not in options:  # an option changes the texts
@@ -226,16 +227,6 @@ def test_tokens_that_never_come_cost_nothing(kv) -> None:
     steps = engine.stream(lively(), tokens(2, 5), 10**12, temperature=0, kv_cache=kv)
     got = torch.stack([next(steps) for _ in range(140)], dim=1)
     assert got.tolist() == by_hand(lively(), [*tokens(2, 5)], 140, temperature=0)
-
-
-def test_generation_leaves_no_graph_and_the_process_random_state() -> None:
-    model, idx = build().eval(), tokens(T=5)
-    state = torch.get_rng_state()
-    made = engine.generate(model, idx, 30, generator=torch.Generator().manual_seed(1))
-    assert torch.equal(state, torch.get_rng_state())
-    assert torch.is_grad_enabled() and not made.requires_grad
-    for _ in engine.stream(model, idx, 2):
-        assert torch.is_grad_enabled()
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
@@ -274,41 +265,6 @@ def test_a_row_ends_with_its_stop_token(kv) -> None:
                             stop=lambda row, new: row == 0 and len(new) == 2)
     assert torch.equal(short[0, :7], square[0, :7]) and (short[0, 7:] == square[0, 6]).all()
     assert torch.equal(short[1], square[1])
-
-
-@pytest.fixture
-def eager_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """torch.compile's graphs, run eagerly."""
-    graphs: list[Any] = []
-    torch_compile = torch.compile
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph
-
-    def compile(function: Any, **how: Any) -> Any:
-        assert how["fullgraph"] and how["dynamic"] is False
-        return torch_compile(function, fullgraph=True, dynamic=False, backend=backend)
-
-    monkeypatch.setattr(torch, "compile", compile)
-    compiled.cache_clear()
-    torch._dynamo.reset()
-    yield graphs
-    compiled.cache_clear()
-    torch._dynamo.reset()
-
-
-@pytest.mark.parametrize("name", [pytest.param("manual", marks=pytest.mark.slow), "sdpa"])
-def test_a_decode_step_is_one_graph_for_each_bucket(name, eager_graphs) -> None:
-    """Buckets of 128 and 140 slots; other lengths compile nothing."""
-    model = lively(n_layer=1, block_size=140, n_kv_head=2, attention_backend=name)
-    want = engine.generate(model, tokens(T=5), 135, temperature=0, kv_cache="dynamic")
-    for T in (5, 100):
-        got = engine.generate(
-            model, want[:, :T], 140 - T, temperature=0, kv_cache="static", compile=True
-        )
-        assert torch.equal(got, want)
-        assert len(eager_graphs) == 2
 
 
 # --- texts ---
