@@ -11,6 +11,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
@@ -35,32 +36,24 @@ def run(function: Callable[..., Any], n: int, *args: Any, timeout: float = 120) 
                  for rank in range(n)]  # fmt: skip
         for process in begun:
             process.start()
+        waiting = {process.sentinel: rank for rank, process in enumerate(begun)}
+        deadline = time.monotonic() + timeout
+        results: list[Any] = [None] * n
         try:
-            deadline = time.monotonic() + timeout
-            while any(p.is_alive() for p in begun) and time.monotonic() < deadline:
-                ended = [(rank, p.exitcode) for rank, p in enumerate(begun) if p.exitcode]
-                # With a result, gloo's own thread crashed while hanging up; others may wait in vain
-                # for one without.
-                failed = [(_result(folder, r)[1], code) for r, code in ended
-                          if not _result(folder, r)[0]]
-                assert not failed, "\n".join(f"{why}, exit code {code}" for why, code in failed)
-                time.sleep(0.02)
-            late = [rank for rank, p in enumerate(begun) if p.is_alive()]
-            assert not late, f"ranks {late} were not done in {timeout} s"
-            results = [_result(folder, rank) for rank in range(n)]
-            assert all(good for good, _ in results), "\n".join(x for good, x in results if not good)
-            return [value for _, value in results]
+            while waiting:
+                ended = wait([*waiting], max(0, deadline - time.monotonic()))
+                assert ended, f"ranks {[*waiting.values()]} were not done in {timeout} s"
+                for rank in map(waiting.pop, ended):
+                    path = Path(folder, f"result-{rank}")
+                    good, results[rank] = False, f"rank {rank} ended without a word"
+                    if path.exists():  # gloo's own thread may crash while hanging up
+                        good, results[rank] = torch.load(path, weights_only=False)
+                    assert good, f"{results[rank]}, exit code {begun[rank].exitcode}"
+            return results
         finally:
             for process in begun:
                 process.kill()
                 process.join()
-
-
-def _result(folder: str, rank: int) -> tuple[bool, Any]:
-    path = Path(folder, f"result-{rank}")
-    if not path.exists():
-        return False, f"rank {rank} ended without a word"
-    return torch.load(path, weights_only=False)
 
 
 def _child(function: Any, rank: int, n: int, folder: str, args: tuple[Any, ...]) -> None:

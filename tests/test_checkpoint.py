@@ -10,7 +10,6 @@ import resource
 import shutil
 import signal
 import sys
-import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -33,7 +32,6 @@ from model import GPT, GPTConfig
 
 CPU = torch.device("cpu")
 TINY = GPTConfig(block_size=8, vocab_size=20, n_layer=2, n_head=2, n_embd=8)
-FILES = ("model.safetensors", "optimizer.pt", "settings.json", "train_state.json")
 
 
 def restored(folder: Path) -> dict[str, Tensor]:
@@ -77,27 +75,6 @@ def names(out: Path) -> list[str]:
 # --- saving and loading ---
 
 
-def test_a_round_trip_is_bit_for_bit(tmp_path):
-    model = GPT(replace(TINY, dropout=0.1))
-    tokenizer = {"name": "char", "chars": "\n é\u2028"}
-    train = {"learning_rate": 0.1 + 0.2, "n_kv_head": None}
-    settings = {"train": train, "model": asdict(model.config), "tokenizer": tokenizer}
-    rest = {"optimizer": {"m": torch.rand(3)}, "scaler": {"scale": 65536.0}}
-    rest["rng"] = [{"cpu": torch.get_rng_state()}]
-    state = {"step": 7, "val_loss": 0.1 + 0.2, "kernels": ["flash"]}
-    out, how = tmp_path / "deep" / "out", {"settings": settings, "state": state, "keep": 1}
-    folder = checkpoint.save(out, weights=model.state_dict(), optimizer=rest, **how)
-    assert folder == checkpoint.latest(out)
-    assert names(folder) == sorted([*FILES, "checksums.json"])
-    saved = checkpoint.load(folder)
-    assert (saved.settings, saved.state, saved.step) == (settings, state, 7)
-    changes: Any = {"dropout": 0.0, "attention_backend": "manual"}
-    assert saved.config(**changes) == replace(model.config, **changes)
-    assert checkpoint.tokenizer_meta(str(folder)) == tokenizer
-    torch.testing.assert_close(saved.rest(), rest, rtol=0, atol=0)
-    torch.testing.assert_close(saved.model().state_dict(), model.state_dict(), rtol=0, atol=0)
-
-
 def test_it_keeps_the_best_and_the_last(tmp_path, caplog):
     for step, loss in enumerate((3.0, 0.0, 2.0, 2.5, None, 1.5), start=1):
         save(tmp_path, step, val_loss=loss)
@@ -116,11 +93,7 @@ def test_it_keeps_the_best_and_the_last(tmp_path, caplog):
     assert checkpoint.latest(tmp_path).name == "step-100000000"
     assert checkpoint.best_folder(tmp_path) == tmp_path / "step-00000007"
     assert checkpoint.best_folder(tmp_path / "nowhere") is None
-    state = tmp_path / "step-100000000" / "train_state.json"
-    state.write_text('{"step": 100000000, "val_loss": "low"}')
-    with pytest.raises(UserError, match="low"):
-        checkpoint.best_folder(tmp_path)
-    state.write_text("{")
+    (tmp_path / "step-100000000" / "train_state.json").write_text("{")
     save(tmp_path, 100_000_001, keep=1, val_loss=3.0)  # a damaged older one does not prevent it
     assert value(checkpoint.latest(tmp_path)) == 100_000_001 and str(tmp_path) in caplog.text
     assert "--init_from" not in caplog.text  # which reads the others, at each save
@@ -259,19 +232,7 @@ def test_a_full_disk_keeps_the_old_checkpoint(tmp_path):
         assert names(tmp_path) == ["step-00000001"] and value(checkpoint.latest(tmp_path)) == 1
 
 
-# --- what does not fit ---
-
-
-def test_weights_that_do_not_fit(tmp_path):
-    folder, attention = save(tmp_path, 1), "attn.c_attn.bias"
-    for changes, named in (
-        ({"block_size": 4}, r"transformer.wpe.weight .*\(8, 8\).*\(4, 8\)"),
-        ({"n_embd": 16}, f"transformer.h.0.{attention}"), ({"n_head": 3}, "n_embd"),
-        ({"n_layer": 3}, f"transformer.h.2.{attention}"), ({"n_heads": 2}, "n_heads"),
-        ({"n_layer": 1}, f"transformer.h.1.{attention}"),
-    ):  # fmt: skip
-        with pytest.raises(UserError, match=f"{folder}.*{named}|{named}.*{folder}"):
-            checkpoint.init_model(str(folder), **changes)
+# --- of others ---
 
 
 def test_unknown_settings_of_another_version_are_ignored(tmp_path):
@@ -283,9 +244,6 @@ def test_unknown_settings_of_another_version_are_ignored(tmp_path):
     assert checkpoint.load(folder).config() == TINY
     assert bool((checkpoint.init_model(str(folder)).transformer.wte.weight == 3).all())
     assert checkpoint.load(folder).read("train", TrainConfig) == TrainConfig(batch_size=4)
-
-
-# --- other formats ---
 
 
 class Bomb:
@@ -312,16 +270,11 @@ def nanogpt(tmp_path) -> tuple[Path, GPT, dict[str, Any]]:
 
 
 def test_a_nanogpt_checkpoint_has_the_same_weights(nanogpt):
-    """With --compile and without; compressed again."""
+    """With --compile and without."""
     path, model, saved = nanogpt
     plain = {k.removeprefix("_orig_mod."): v for k, v in saved["model"].items()}
     torch.save({**saved, "model": plain}, path.with_name("plain.pt"))
-    for packed in ("data.pkl", "data/0", ""):
-        with zipfile.ZipFile(path) as z, zipfile.ZipFile(f"{path}{packed[:1]}x", "w") as new:
-            for name in z.namelist():
-                kind = zipfile.ZIP_DEFLATED if name.endswith(packed) else zipfile.ZIP_STORED
-                new.writestr(name, z.read(name), kind)
-    for source in path.parent.glob("*.pt*"):
+    for source in path.parent.glob("*.pt"):
         got = checkpoint.init_model(str(source), attention_backend="manual")
         assert got.config == replace(model.config, attention_backend="manual", gelu="exact")
         for name, weight in model.state_dict().items():

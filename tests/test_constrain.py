@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,25 +19,15 @@ from checkout import ROOT
 from conftest import few
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from test_generate import (  # noqa: F401 (a fixture)
-    ENDS,
-    PARTS,
-    TOKENS,
-    Vocabulary,
-    by_python,
-    eager_graphs,
-    lively,
-    ragged,
-    rarely,
-    seeds,
-)
-from test_model import SHAPES, theirs, transformers  # noqa: F401 (a fixture)
+from test_generate import ENDS, PARTS, TOKENS, Vocabulary, by_python, lively, ragged, rarely, seeds
+from test_model import SHAPES, theirs, tokens, transformers  # noqa: F401 (a fixture)
 
 import data
 from core.cpu import int8
 from core.settings import UserError
 from inference import constrain, engine, graphs
 from inference.constrain import Automaton
+from inference.graphs import compiled
 from model import GPT
 
 pytestmark = pytest.mark.usefixtures("remembered_probes", "eager_graphs")
@@ -167,19 +157,45 @@ def test_a_signal_ends_the_compilation(number) -> None:
 # --- in the decode step ---
 
 
-@pytest.mark.parametrize("kind", few(["constraint", "processor"]))
-def test_constraints_share_a_graph_and_python_has_its_own(kind, eager_graphs) -> None:  # noqa: F811
-    model, n, limits = lively(n_layer=1), 0, ("[a-f]{3}-[0-9]{4}", "(ab|é)+c?")
-    ways: dict[str, list[Any]] = {
-        "constraint": [({"constraint": constrain.regex(limit, Vocabulary(TOKENS, ENDS))}, more)
-                       for limit, more in zip(limits, (1, 0))],
-        "processor": [({"logits_processor": rarely}, 1), ({"logits_processor": by_python}, 2)],
-    }
-    for options, more in ways[kind]:
-        got = text(model, 8, kv_cache="static", compile=True, **options)
-        assert got == text(model, 8, kv_cache="none", **options)
-        n += more
-        assert len(eager_graphs) == n
+@pytest.fixture
+def eager_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """torch.compile's graphs, run eagerly."""
+    graphs: list[Any] = []
+    torch_compile = torch.compile
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    def compile(function: Any, **how: Any) -> Any:
+        assert how["fullgraph"] and how["dynamic"] is False
+        return torch_compile(function, fullgraph=True, dynamic=False, backend=backend)
+
+    monkeypatch.setattr(torch, "compile", compile)
+    compiled.cache_clear()
+    torch._dynamo.reset()
+    yield graphs
+    compiled.cache_clear()
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", [pytest.param("manual", marks=pytest.mark.slow), "sdpa"])
+def test_a_decode_step_is_one_graph_for_each_bucket(name, eager_graphs) -> None:
+    """Buckets of 128 and 140 slots; other lengths compile nothing."""
+    model = lively(n_layer=1, block_size=140, n_kv_head=2, attention_backend=name)
+    want = engine.generate(model, tokens(T=5), 135, temperature=0, kv_cache="dynamic")
+    for T in (5, 100):
+        how = {"temperature": 0, "kv_cache": "static", "compile": True}
+        assert torch.equal(engine.generate(model, want[:, :T], 140 - T, **how), want)
+        assert len(eager_graphs) == 2
+
+
+def test_constraints_share_a_graph(eager_graphs) -> None:
+    model = lively(n_layer=1)
+    for limit in ("[a-f]{3}-[0-9]{4}", "(ab|é)+c?"):
+        how = {"constraint": constrain.regex(limit, Vocabulary(TOKENS, ENDS))}
+        got = text(model, 8, kv_cache="static", compile=True, **how)
+        assert got == text(model, 8, kv_cache="none", **how) and len(eager_graphs) == 1
 
 
 PROCESSORS: dict[str, Any] = {

@@ -1,4 +1,5 @@
-"""A damaged checkpoint is one error that names the file, on all processes; nothing is executed."""
+"""A damaged or edited file of a checkpoint or dataset: the same result, or one error that names it,
+on all processes; nothing is executed."""
 
 from __future__ import annotations
 
@@ -6,20 +7,24 @@ import json
 import pickle
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from copy import copy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import processes
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from test_checkpoint import CPU, Bomb, restored, save
-from test_train import argv, make_data, run_line
+from test_train import argv, make_data, refusal, run_line
 from torch import Tensor
 
 import checkpoint
+import data
 from checkpoint.__main__ import main as export
 from core.optimizer import build_optimizer
 from core.options import TrainConfig
@@ -59,14 +64,18 @@ def fails_on_one(rank: int, n: int, line: list[str], out: Path) -> tuple[str, st
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The out_dir of a run of each kind and what it restores; the errors of fails_on_one()."""
+    """The out_dir of a run of each kind and what it restores; the errors of fails_on_one(); where
+    the datasets are."""
     data_dir, folder = (tmp_path_factory.mktemp(name) for name in ("data", "runs"))
-    make_data(data_dir)
+    shutil.copytree(make_data(data_dir) / "tiny", data_dir / "raw")
+    (data_dir / "raw" / "meta.json").unlink()
+    shards = data.PrepareConfig(source=str(data_dir / "raw"), out_dir=str(data_dir / "shards"))
+    data.prepare("shards", shards)
     lines = {kind: argv(data_dir, folder / kind, **SIZES, **how) for kind, how in KINDS.items()}
     assert not any(run_line(lines[kind], folder).code for kind in ("one", "muon"))
     errors = processes.run(fails_on_one, 2, lines["fsdp"], folder / "fsdp")
     whole = {kind: (folder / kind, restored(checkpoint.latest(folder / kind))) for kind in KINDS}
-    return {"errors": errors, **whole}
+    return {"errors": errors, "data": data_dir, **whole}
 
 
 def test_if_one_process_cannot_read_or_write_all_fail(saved):
@@ -177,6 +186,8 @@ def test_contents_that_do_not_fit_are_refused(kind, out):
     folder, sharded = checkpoint.latest(out), kind == "fsdp"
     path = folder / ("shards/index.json" if sharded else "optimizer.pt")
     (folder / "checksums.json").unlink()
+    if sharded:  # "../../x" has what it should
+        shutil.copy(folder / "shards" / "__0_0.distcp", out / "x")
     good = path.read_bytes()
     for edit in INDEXES if sharded else STATES:
         path.write_bytes(good)
@@ -216,24 +227,65 @@ def test_the_advice_reads_each_checkpoint_once(tmp_path):
 
 def test_an_export_gives_the_same_logits(saved, tmp_path, capsys):
     """Also in a place where another export was killed."""
-    transformers = pytest.importorskip("transformers")
     out, _ = saved["fsdp"]
     x = torch.randint(19, (2, 7))
-    with torch.no_grad():
-        want = checkpoint.load(checkpoint.latest(out)).model().eval()(x)[0]
+    want = checkpoint.load(checkpoint.latest(out)).model().eval()(x)[0]
     for source, form in ((out, "safetensors"), (checkpoint.latest(out), "transformers")):
         to = tmp_path / "new" / form
-        killed = to.with_name(f".{form}.partial")
-        killed.mkdir(parents=True)
+        (killed := to.with_name(f".{form}.partial")).mkdir(parents=True)
         (killed / "config.json").write_text("{")
         assert export(["export", str(source), f"--to={to}", f"--format={form}"]) == 0
-        with torch.no_grad():
-            got = checkpoint.init_model(str(to), attention_backend="manual").eval()(x)[0]
-            assert torch.equal(got, want)
-        assert str(to) in capsys.readouterr().out
-        assert [p.name for p in to.parent.glob(".*")] == []
+        got = checkpoint.init_model(str(to), attention_backend="manual").eval()(x)[0]
+        assert torch.equal(got, want) and str(to) in capsys.readouterr().out
+        assert not [*to.parent.glob(".*")]
         assert (to / "config.json").exists() == (form == "transformers")
-        with safe_open(to / "model.safetensors", "pt") as file:
-            assert file.metadata() == {"format": "pt"}  # transformers refuses others
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(to).eval()(x).logits
-    torch.testing.assert_close(theirs, want)
+
+
+# --- edited JSON ---
+
+GONE = object()
+VALUES = [None, True, -1, 1.5, "600", "a\0b", "\udc80", 10**40, [], {}, ["a"]]
+SLOW = ("compile", "deterministic")  # the latter for all of the process
+
+
+def edits(content: Any) -> Iterator[Any]:
+    """With another value in one place, or none."""
+    yield from VALUES
+    inside = content.items() if isinstance(content, dict) else ()
+    for key, value in [*enumerate(content)][:1] if isinstance(content, list) else inside:
+        for new in (GONE, *edits(value)) if key not in SLOW else ():
+            edited = copy(content)
+            edited[key] = new
+            if new is GONE:
+                del edited[key]
+            yield edited
+
+
+@pytest.mark.parametrize("name", ["tiny", "shards"])
+def test_an_edited_dataset(name: str, saved: Any) -> None:
+    folder = saved["data"] / name
+    path, want = folder / "meta.json", data.load(folder, "val", 8, 60_000)[:]
+    good = path.read_text()
+    for content in edits(json.loads(good)):
+        path.write_text(json.dumps(content))
+        try:
+            meta = data.read_meta(folder)
+            assert np.array_equal(data.load(folder, "val", 8, 60_000)[:], want)
+            data.bits_per_byte(meta, 1.0)
+            data.from_meta(meta["tokenizer"]).to_json()
+        except UserError as e:
+            assert not re.search(r"[\0-\x1f]", str(e))
+    path.write_text(good)
+
+
+@pytest.mark.parametrize("kind", ["one"])
+@pytest.mark.parametrize("name", ["settings.json", "train_state.json", "checksums.json"])
+@given(drawn=st.data())
+@settings(max_examples=15, deadline=None, suppress_health_check=[*HealthCheck])
+def test_an_edited_checkpoint(name: str, kind: str, out: Path, drawn: Any) -> None:
+    path = checkpoint.latest(out) / name
+    good = path.read_text()
+    path.write_text(json.dumps(drawn.draw(st.sampled_from([*edits(json.loads(good))]))))
+    r = run_line(["--init_from=resume", f"--out_dir={out}", "--eval_only=True"], out)
+    path.write_text(good)
+    assert r.code == 0 or refusal(r)

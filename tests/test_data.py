@@ -17,6 +17,7 @@ from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
+from checkout import ROOT
 from conftest import few
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -28,7 +29,6 @@ from core.settings import UserError
 from data import sources
 from data.prepare import baselines
 
-ROOT = Path(__file__).resolve().parent.parent
 HERE = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 
 
@@ -59,35 +59,30 @@ KINDS = ["bytelevel", "wordpiece", "wordlevel", "llama"]
 def small_tokenizer(folder: Path, kind: str, pattern: str | None = None) -> Path:
     """A tokenizer.json; wordpiece and wordlevel lose spaces and unknown words."""
     tk = pytest.importorskip("tokenizers")
-    names = ["<bos>", "<eos>", "[UNK]", *"abcdefghijklmnopqrstuvwxyz", "##a", "rose", "is"]
-    if kind == "bytelevel":
-        names = ["<bos>", "<eos>", *sorted(tk.pre_tokenizers.ByteLevel.alphabet())]
-    elif kind == "llama":
-        names = ["<bos>", "<eos>", *(f"<0x{b:02X}>" for b in range(256)), "\u2581", *"abcrose.",
-                 "ro", "\u2581ro", "\u2581\u2581"]
-    vocab = {name: i for i, name in enumerate(names)}
-    merges = [("r", "o"), ("\u2581", "ro"), ("\u2581", "\u2581")]
-    models = {
-        "bytelevel": lambda: tk.models.BPE(vocab, []),
-        "llama": lambda: tk.models.BPE(vocab, merges, byte_fallback=True),
-        "wordpiece": lambda: tk.models.WordPiece(vocab, unk_token="[UNK]"),
-        "wordlevel": lambda: tk.models.WordLevel(vocab, unk_token="[UNK]"),
-    }
-    made = tk.Tokenizer(models[kind]())
-    made.decoder = tk.decoders.WordPiece()
+    letters = ["[UNK]", *"abcdefghijklmnopqrstuvwxyz", "##a", "rose", "is"]
+    names = {"bytelevel": sorted(tk.pre_tokenizers.ByteLevel.alphabet()),
+             "llama": [*(f"<0x{b:02X}>" for b in range(256)), "\u2581", *"abcrose.", "ro",
+                       "\u2581ro", "\u2581\u2581"]}.get(kind, letters)
+    vocab = {name: i for i, name in enumerate(["<bos>", "<eos>", *names])}
     if kind == "llama":
+        merges = [("r", "o"), ("\u2581", "ro"), ("\u2581", "\u2581")]
+        made = tk.Tokenizer(tk.models.BPE(vocab, merges, byte_fallback=True))
         spaces = [tk.normalizers.Prepend("\u2581"), tk.normalizers.Replace(" ", "\u2581")]
         made.normalizer = tk.normalizers.Sequence(spaces)
         made.decoder = tk.decoders.Sequence([
             tk.decoders.Replace("\u2581", " "), tk.decoders.ByteFallback(), tk.decoders.Fuse(),
             tk.decoders.Strip(" ", 1, 0)])
-    elif pattern is not None:
-        made.pre_tokenizer = tk.pre_tokenizers.Split("a", "isolated")
     elif kind == "bytelevel":
+        made = tk.Tokenizer(tk.models.BPE(vocab, []))
         made.pre_tokenizer = tk.pre_tokenizers.ByteLevel(add_prefix_space=False)
         made.decoder = tk.decoders.ByteLevel()
     else:
+        model = tk.models.WordPiece if kind == "wordpiece" else tk.models.WordLevel
+        made = tk.Tokenizer(model(vocab, unk_token="[UNK]"))
         made.pre_tokenizer = tk.pre_tokenizers.Whitespace()
+        made.decoder = tk.decoders.WordPiece()
+    if pattern is not None:
+        made.pre_tokenizer = tk.pre_tokenizers.Split("a", "isolated")
     made.add_special_tokens(["<bos>", "<eos>"])
     added = {"single": "<bos> $A", "special_tokens": [("<bos>", 0)]}
     made.post_processor = tk.processors.TemplateProcessing(**added)

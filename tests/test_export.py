@@ -247,5 +247,8 @@ def test_a_vocabulary_above_65536(tmp_path):
     assert found[:].tolist() == [70_005, 69_997, 5, 3, 69_996, 1, 69_998] * 6
     assert run(tmp_path, tmp_path / "out", vocab_size=70_016, **SHAPES["llama"]).code == 0
     folder = Path(exported(tmp_path / "out", tmp_path / "to"))
-    saved = json.loads((folder / "generation_config.json").read_text())
-    assert (saved["bos_token_id"], saved["eos_token_id"]) == (70_005, [69_998, 7])
+    names, ids = (json.loads((folder / f"{name}_config.json").read_text())
+                  for name in ("tokenizer", "generation"))
+    assert (names["bos_token"], names["eos_token"]) == ("<s>", "</s>")
+    assert (ids["bos_token_id"], ids["eos_token_id"]) == (70_005, [69_998, 7])
+    assert ids["suppress_tokens"] == [*range(69_999, 70_005)]

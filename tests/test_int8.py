@@ -1,8 +1,6 @@
-"""int8 weights: the product within its bound, the same tokens from every cache, clear refusals."""
+"""int8 weights: the product within its bound, clear refusals."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import pytest
 import torch
@@ -18,7 +16,6 @@ from model import GPT, GPTConfig
 
 CONFIG = GPTConfig(block_size=48, vocab_size=96, n_layer=2, n_head=4, n_embd=64, n_kv_head=2,
                    tied=False)  # tied, a random model repeats its last token
-LLAMA = replace(CONFIG, position="rope", norm="rms", mlp="swiglu", qk_norm=True)
 DTYPES = [torch.float32, torch.bfloat16]
 
 
@@ -28,12 +25,6 @@ def model(config: GPTConfig = CONFIG) -> GPT:
     for p in made.parameters():
         if p.dim() == 2:
             p.data *= 8  # lively: the likeliest token is likelier by far
-    return made
-
-
-def converted(config: GPTConfig = CONFIG) -> GPT:
-    made = model(config)
-    int8.convert(made, made.head_weight)
     return made
 
 
@@ -68,19 +59,10 @@ def test_the_product_is_that_of_the_widened_weights(rows, K, bias, dtype) -> Non
     assert (first.double() - b.double() - truth[:1]).abs().max() <= allowed
 
 
-@pytest.mark.parametrize("kv", ["dynamic", "static", "paged"])
-def test_every_cache_gives_the_same_tokens(kv: str) -> None:
-    for config, lengths in ((CONFIG, (7, 7)), (LLAMA, (3, 20))):
-        lively, prompts = converted(config), [torch.arange(n) % 96 for n in lengths]
-        plain, found = (engine.generate(lively, prompts, 12, temperature=0.0, kv_cache=cache)
-                        for cache in ("none", kv))
-        assert [t.tolist() for t in found] == [t.tolist() for t in plain]
-        assert all(len(t[-12:].unique()) > 3 for t in found)
-
-
 @pytest.mark.slow
 def test_the_compiler_gives_the_same_tokens() -> None:
-    lively, prompt = converted(), torch.arange(14).view(2, 7)
+    lively, prompt = model(), torch.arange(14).view(2, 7)
+    int8.convert(lively, lively.head_weight)
     how = {"temperature": 0.0, "kv_cache": "static"}
     plain = engine.generate(lively, prompt, 12, **how)
     assert engine.generate(lively, prompt, 12, compile=True, **how).tolist() == plain.tolist()

@@ -8,7 +8,6 @@ import math
 import os
 import shlex
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,6 +21,7 @@ import torch.nn.functional as F
 from conftest import few
 from test_checkpoint import restored
 from test_train import make_data, run_line
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import checkpoint
 import train
@@ -168,8 +168,13 @@ def group(rank: int, n: int) -> DistInfo:
     return DistInfo(CPU, rank, n, dist.group.WORLD if dist.is_initialized() else None)
 
 
+def send(sent, bucket):  # DDP refuses other annotations than its own
+    sent.append(bucket.is_last())
+    return allreduce_hook(dist.group.WORLD, bucket)
+
+
 def stepped(rank: int, n: int) -> dict[str, Any]:
-    """Loss, gradients, flag of 11 sequences, by kind and number masked."""
+    """Loss, gradients, flag, messages of 11 sequences, by kind and number masked."""
     found, everyone, setup = {}, group(rank, n), Setup(CPU, train.TrainConfig(dtype="float32"))
     kinds = ["ddp", "fsdp", "ddp ring", "fsdp ring"] if n > 1 else ["whole", "micro"]
     for kind, masked in itertools.product(kinds, UNMASKED):
@@ -186,8 +191,10 @@ def stepped(rank: int, n: int) -> dict[str, Any]:
             x, y = parallel.shard_batch(model.ring, x, y)
         else:
             x, y = (t.tensor_split(n)[rank] for t in (x, y))
+        sent: list[bool] = []
         if "ddp" in kind:
             module = parallel.replicate(model, everyone)
+            module.register_comm_hook(sent, send)
         grads: list[torch.Tensor] = []
 
         def mark(part: str, model: Any = model, grads: Any = grads) -> None:
@@ -204,7 +211,8 @@ def stepped(rank: int, n: int) -> dict[str, Any]:
             optimizer = build_optimizer(model, train.TrainConfig(), CPU)
             loss = train.train_step(module, optimizer, setup.scaler(), setup.autocast, x, y, 2, 0.0,
                                     bad, mark)
-        found[f"{kind} {masked}"] = everyone.sum([loss.item() / n]), torch.cat(grads), bool(bad)
+        mean = everyone.sum([loss.item() / n])
+        found[f"{kind} {masked}"] = mean, torch.cat(grads), bool(bad), sum(sent)
     return found
 
 
@@ -212,9 +220,10 @@ def test_every_target_counts_once(relays: Any) -> None:
     """Masked or not; no targets are refused."""
     want = stepped(0, 1)
     for found in [want, *relays[1]]:
-        for key, (loss, grads, bad) in found.items():
-            whole, whole_grads, nan = want[f"whole {key.rpartition(' ')[2]}"]
+        for key, (loss, grads, bad, sent) in found.items():
+            whole, whole_grads, nan, _ = want[f"whole {key.rpartition(' ')[2]}"]
             assert bad == nan == (key.endswith("11")), key
+            assert sent == ("ddp" in key), key  # not at each micro-batch
             assert loss == pytest.approx(whole, rel=1e-6, nan_ok=True), key
             if not bad:
                 torch.testing.assert_close(grads, whole_grads, rtol=1e-6, atol=1e-8, msg=key)
@@ -275,48 +284,6 @@ def test_a_ring_and_an_incomplete_launch_need_processes(world, named) -> None:
     patched = mock.patch.dict(os.environ, clean | world, clear=True)
     with patched, pytest.raises(UserError, match=named):
         DistInfo.join("cpu", 2)
-
-
-@pytest.fixture
-def torchrun(tmp_path: Path) -> Iterator[DistInfo]:
-    """The one process of torchrun --nproc_per_node=1, joined."""
-    told = dict(zip(LAUNCH, ("0", "1", "0", "1", "127.0.0.1", "0")))
-    with mock.patch.dict(os.environ, told):
-        yield DistInfo.join("cpu")
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-
-def test_one_process_under_torchrun_leaves_its_group(torchrun: DistInfo) -> None:
-    assert dist.is_initialized() and torchrun.world_size == 1
-    assert torchrun.sum([2.0]) == [2.0] and torchrun.gather("x") == ["x"]
-    module = torch.nn.Linear(1, 1)
-    assert parallel.replicate(module, torchrun) is module
-    torchrun.leave()
-    assert not dist.is_initialized()
-
-
-def test_ddp_sends_gradients_once_a_step_whatever_the_micro_batches(torchrun: DistInfo) -> None:
-    sent: list[int] = []
-    begun: list[str] = []
-    model = GPT(GPTConfig(8, 16, 1, 1, 8))
-    module = parallel.replicate(model, DistInfo(CPU, world_size=2, control=dist.group.WORLD))
-
-    def send(state, bucket):
-        done: Any = torch.futures.Future()
-        done.set_result(bucket.buffer())
-        sent.extend([begun.count("backward")] * bucket.is_last())
-        return done
-
-    module.register_comm_hook(None, send)
-    setup, x = Setup(CPU, train.TrainConfig(dtype="float32")), torch.randint(16, (6, 8))
-    optimizer = build_optimizer(model, train.TrainConfig(), CPU)
-    for micro_steps in (1, 3):
-        train.train_step(module, optimizer, setup.scaler(), setup.autocast, x, x, micro_steps, 1.0,
-                         torch.zeros(()), begun.append)
-        assert sent == [micro_steps]  # in the last one's backward pass
-        sent.clear()
-        begun.clear()
 
 
 def test_how_as_many_processes_are_started_again(monkeypatch) -> None:

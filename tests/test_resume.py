@@ -1,3 +1,4 @@
+# ruff: noqa: F401, F811 (a fixture)
 """Nothing is lost: kills, signals, a second machine, and a resumed run that is the same run."""
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import pytest
 import torch
 from conftest import few
 from test_metrics import called, fake_wandb
-from test_train import Run, make_data, refusal, run, run_line
+from test_train import Run, data_dir, refusal, run, run_line
 
 import checkpoint
 from core import files, metrics
@@ -32,11 +33,6 @@ FULL: dict[str, Any] = {
     "n_layer": 2, "eval_on_start": True,
 }
 TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
-
-
-@pytest.fixture(scope="module")
-def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_data(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")
@@ -104,36 +100,27 @@ def in_step(step: int) -> Callable[[Any], bool]:
     return lambda model: model.training and next(calls) == 2 * step - 1
 
 
-@pytest.mark.parametrize("signum", few([TERM, INT, HUP]))
-@pytest.mark.parametrize("step", few([13, 1, 21]))  # 21: step 20 has been saved
-def test_a_signal_ends_the_step_saves_the_last_and_says_how_to_go_on(
-    signum, step, data_dir, tmp_path, straight, monkeypatch
+@pytest.mark.parametrize("signum, during, at", few([
+    (TERM, "step", 12), (INT, "step", 12), (HUP, "step", 12), (TERM, "step", 0),
+    (TERM, "step", 20),  # step 20 has been saved
+    (TERM, "evaluation", 20), (TERM, "evaluation", 40),  # the last evaluation too
+]))
+def test_a_signal_saves_the_last_step_and_says_how_to_go_on(
+    signum, during, at, data_dir, tmp_path, straight, monkeypatch
 ):
-    """The second micro-batch does not begin."""
+    """The second micro-batch does not begin; a resumed run repeats an evaluation."""
     out = tmp_path / "a folder with spaces"
-    signalled(monkeypatch, (signum,), in_step(step))
-    r = run(data_dir, out, **FULL)
-    assert r.code == 128 + signum
-    assert max(r.losses(), default=0) == step - 1 and steps(out)[-1:] == [step - 1][: step - 1]
-    same(as_it_says(r, out) if step > 1 else run(data_dir, out, **FULL), straight)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("at", [20, 40])  # the last evaluation too
-def test_a_signal_ends_an_evaluation_which_the_resumed_run_repeats(
-    at, data_dir, tmp_path, straight, monkeypatch
-):
-    out = tmp_path / "out"
 
     def evaluating(model: GPT) -> bool:
         rows = metrics.read(out / "metrics.jsonl")
         return not model.training and bool(rows) and rows[-1]["iter"] == at
 
-    signalled(monkeypatch, (TERM,), evaluating)
+    signalled(monkeypatch, (signum,), in_step(at + 1) if during == "step" else evaluating)
     r = run(data_dir, out, **FULL)
-    assert r.code == 128 + TERM and max(r.evaluations()) == at - 10
-    assert checkpoint.load(checkpoint.latest(out)).step == at
-    same(resume(out), straight)
+    assert r.code == 128 + signum
+    assert max(r.losses(), default=0) == at and steps(out)[-1:] == [at][:at]
+    assert (at in r.evaluations()) == (during == "step" and at != 12)
+    same(as_it_says(r, out) if at else run(data_dir, out, **FULL), straight)
 
 
 @pytest.mark.parametrize("nohup", [False, True])
@@ -323,15 +310,6 @@ def test_a_folder_that_is_deleted_during_a_run(data_dir, tmp_path, monkeypatch, 
     r = run(data_dir, out, max_iters=6, eval_interval=2)
     assert "--out_dir" in seen[0] and r.code == 0 and str(out) in caplog.text
     assert steps(out) == [4, 6] and resume(out, "--max_iters=7").code == 0
-
-
-def test_a_link_to_a_checkpoint_is_deleted_and_its_folder_stays(out, tmp_path):
-    old = checkpoint.folders(out)[0]
-    kept = Path(shutil.move(old, tmp_path / "kept"))
-    old.symlink_to(kept)
-    assert resume(out, "--max_iters=14", "--eval_interval=1", "--keep_checkpoints=1").code == 0
-    assert (kept / "model.safetensors").exists()
-    assert len(steps(out)) <= 2 and not [*out.glob("*partial*")]
 
 
 @pytest.mark.parametrize("hard", [False, True])
