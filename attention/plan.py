@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -84,7 +84,8 @@ class Plans:
     def __init__(self, name: str, policy: Policy = Policy(),
                  specs: Callable[..., Sequence[Spec]] | None = None, length: int = 0) -> None:
         self.name, self.policy, self.specs, self.length = name, policy, specs, length
-        self.known: dict[Hashable, Plan] = {}  # by Key, Phase, or traced call: plain tuples
+        self.chosen: dict[Key, Resolution] = {}
+        self.known: dict[Phase, Plan] = {}  # by plain tuples
         self.refused: dict[Key, Failed] = {}  # by proofs
 
     def __reduce__(self) -> tuple[type[Plans], tuple[object, ...]]:
@@ -96,52 +97,44 @@ class Plans:
                ranks: Ranks | None = None) -> Resolution:
         """The proved kernel, chosen and announced if the kind is new. Raises BackendUnavailable."""
         key = spec.kind, device, torch.are_deterministic_algorithms_enabled()
-        return self._proved(key, shape, ranks) or apart(
-            device, partial(self._prove, key, spec, device, shape, label, ranks))
 
-    def _proved(self, key: Key, shape: Shape, ranks: Ranks | None) -> Resolution | None:
-        plan = self.known.get(key)
-        if plan is None or ranks is not None:
-            return None
-        chosen = plan[0].chosen
-        return None if chosen.traced or (shape[2] > LONG and not chosen.length) else chosen
+        def proved() -> Resolution | None:
+            chosen = self.chosen.get(key)
+            if ranks is not None or chosen is None or chosen.traced:
+                return None
+            return chosen if chosen.length or shape[2] <= LONG else None
 
-    def _prove(self, key: Key, spec: Spec, device: str, shape: Shape, label: str,
-               ranks: Ranks | None) -> Resolution:
-        if chosen := self._proved(key, shape, ranks):  # by another thread
+        def prove() -> Resolution:
+            if chosen := proved():  # by another thread
+                return chosen
+            self.chosen.pop(key, None)  # stops traced code if this raises
+            if self.name == "fastest":
+                chosen = fastest(spec, device, shape, self.policy, ranks)
+            else:
+                failed = self.refused.setdefault(key, {})
+                chosen = select(
+                    self.name, spec, device, self.policy, shape=shape, ranks=ranks, failed=failed)
+            self.chosen[key] = chosen
+            announce(chosen, chosen.info() + label * (not spec.grad))
             return chosen
-        self.known.pop(key, None)  # stops traced code if this raises
-        if self.name == "fastest":
-            chosen = fastest(spec, device, shape, self.policy, ranks)
-        else:
-            failed = self.refused.setdefault(key, {})
-            chosen = select(
-                self.name, spec, device, self.policy, shape=shape, ranks=ranks, failed=failed)
-        self.known[key] = (Call.of(spec, chosen),)
-        announce(chosen, chosen.info() + label * (not spec.grad))
-        return chosen
 
-    @outside_a_trace
-    def choose_in_trace(self, device: str, deterministic: bool, *fields: Any) -> None:
-        spec = Spec(*fields)
-        call = device, deterministic, *fields
-        self.known[call] = (Call.of(spec, self._traced(spec, device)),)
+        return proved() or apart(device, prove)
 
-    def _traced(self, spec: Spec, device: str) -> Resolution:
+    def choose_in_trace(self, spec: Spec, device: str) -> Resolution:
         """Choose without a run, which would wait for the tracer."""
         on = device, torch.are_deterministic_algorithms_enabled()
         key, eager = (spec.kind, *on), (replace(spec, compiled=False).kind, *on)
-        if key not in self.known:
+        if key not in self.chosen:
             machine, name = Machine.here(device), self.name
             if name == "fastest":
-                known = (n for k, n in stored().items() if k.startswith(memory_key(spec, machine)))
-                name = next((n for n in known if n in timed(spec, machine)), "auto")
+                mine, names = memory_key(spec, machine), timed(spec, machine)
+                known = (n for k, n in stored().items() if k.startswith(mine) and n in names)
+                name = next(known, "auto")
             failed = {**self.refused.get(eager, {}), **self.refused.get(key, {})}
             chosen = resolve(name, spec, machine, self.policy, failed)
-            chosen = replace(chosen, requested=self.name, traced=True)
-            self.known[key] = (Call.of(spec, chosen),)
-            announce(chosen, chosen.info())
-        return self.known[key][0].chosen
+            self.chosen[key] = replace(chosen, requested=self.name, traced=True)
+            announce(self.chosen[key], self.chosen[key].info())
+        return self.chosen[key]
 
     # --- the layers of a model ---
 
@@ -154,7 +147,7 @@ class Plans:
     def plan_in_trace(self, *fields: Any) -> None:
         phase = Phase(*fields)
         if phase not in self.known:
-            self.known[phase] = self._layers(phase, lambda spec: self._traced(spec, phase.device))
+            self._plan(phase, lambda spec: self.choose_in_trace(spec, phase.device))
 
     def plan(self, phase: Phase, B: int = 1, ranks: Ranks | None = None) -> Plan:
         """Choose and announce the kernels of a phase, for B sequences at a time."""
@@ -164,15 +157,14 @@ class Plans:
         shape = B, 1 if cached else T, T
         self.known.pop(phase, None)  # its compiled model compiles again
         self.refused.clear()
-        self.known[phase] = self._layers(
-            phase, lambda spec: self.choose(spec, phase.device, shape, label, ranks))
-        return self.known[phase]
+        return self._plan(phase, lambda spec: self.choose(spec, phase.device, shape, label, ranks))
 
-    def _layers(self, phase: Phase, choose: Callable[[Spec], Resolution]) -> Plan:
+    def _plan(self, phase: Phase, choose: Callable[[Spec], Resolution]) -> Plan:
         assert self.specs is not None
         specs = self.specs(phase)
         chosen = {kind: choose(spec) for kind, spec in {s.kind: s for s in specs}.items()}
-        return tuple(Call.of(spec, chosen[spec.kind]) for spec in specs)
+        self.known[phase] = tuple(Call.of(spec, chosen[spec.kind]) for spec in specs)
+        return self.known[phase]
 
 
 # --- fastest ---
@@ -228,7 +220,7 @@ def find_fastest(spec: Spec, device: str | torch.device, shape: Shape, policy: P
     machine = Machine.here(str(device))
     key = memory_key(spec, machine) + repr((shape, policy))
     name = stored().get(key)
-    if isinstance(name, str) and name in timed(spec, machine):  # runs no file
+    if name in timed(spec, machine):  # runs no file
         try:
             select(name, spec, device, replace(policy, fallback=False), shape=shape)
             log.info(f"fastest: {name}, remembered; delete {memory()} to measure again")

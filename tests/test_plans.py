@@ -69,8 +69,8 @@ def test_random_numbers_make_few_plans(tmp_path: Path) -> None:
         assert plans.choose(spec, "cpu", (1, 1, int(1 + 400 * n))).backend.name == "mine"
         longer |= {spec.kind} if n > 256 / 400 else set()
     long = sum(Tk > 256 for _, _, Tk, _ in mine.shapes)
-    assert len(plans.known) <= 64 and long == len(longer)
-    assert len(mine.shapes) - long <= 20 * len(plans.known)
+    assert len(plans.chosen) <= 64 and long == len(longer)
+    assert len(mine.shapes) - long <= 20 * len(plans.chosen)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -20,7 +20,7 @@ from ..machine.apart import outside_a_trace
 from ..machine.system import devices
 from ..masks import kept, nothing, symbolic
 from ..names import BACKENDS, RULES, check_name, get
-from ..plan import Key, Plans
+from ..plan import Call, Key, Plans
 from ..select import select
 from ..spec import DTYPES, NO_LIMIT, Policy, Spec
 
@@ -174,10 +174,9 @@ def use(backend: str = "auto", policy: Policy = Policy()) -> Choice:
 
 def report() -> str:
     """List the kinds of calls since use(): kernel, number of calls, refusals."""
-    known: Any = _plans[False].known
     found = [(key, f"{n} call{'s' * (n > 1)}", chosen) for key, (chosen, n) in _ran.items() if n]
-    found += [(key, "traced, calls not counted", plan[0].chosen) for key, plan in known.items()
-              if len(key) == 3 and plan[0].chosen.traced]
+    found += [(key, "traced, calls not counted", chosen)
+              for key, chosen in _plans[False].chosen.items() if chosen.traced]
     lines = [f"{kind} on {device}, {n}:\n{chosen}" for (kind, device, _), n, chosen in found]
     return "\n".join(line.replace("\n", "\n  ") for line in lines) or "no call since use()"
 
@@ -198,12 +197,12 @@ def kernel(q: Tensor, Tk: int, request: Request, dry: bool = False) -> tuple[Bac
     if request.compiled:
         if seeded:
             wrong("dropout_p", "0 for the log-sum-exp while torch.compile traces", request.dropout)
-        call = getattr(_traced, _choose_in_trace(device, deterministic, *request))
+        call = getattr(_traced, _choose_in_trace(device, *request))
         return call.chosen.backend, call.spec
     spec = _spec(*request)
     planned = _spec(*request._replace(dropout=0.0)) if seeded else spec
     key = planned.kind, device, deterministic
-    if seeded and key not in plans.known:
+    if seeded and key not in plans.chosen:
         why = Refusal("dropout_p must be 0 for the log-sum-exp (return_attn_probs)", "dropout")
         known = [*BACKENDS.values(), *([] if plans.name in RULES else [get(plans.name)])]
         lacking = {b.name: (why,) for b in known if b.partial and not b.partial.dropout}
@@ -219,12 +218,11 @@ def kernel(q: Tensor, Tk: int, request: Request, dry: bool = False) -> tuple[Bac
 
 
 @outside_a_trace
-def _choose_in_trace(*call: Any) -> str:
+def _choose_in_trace(device: str, *fields: Any) -> str:
     """A name in _traced: a trace sees new attributes, but no new keys of a dict."""
-    plans = _plans[False]
-    plans.choose_in_trace(*call)
+    spec, call = Spec(*fields), (device, torch.are_deterministic_algorithms_enabled(), *fields)
     name = "of_" + repr(call).encode().hex()  # without dots
-    setattr(_traced, name, plans.known[call][0])
+    setattr(_traced, name, Call.of(spec, _plans[False].choose_in_trace(spec, device)))
     return name
 
 
