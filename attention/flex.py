@@ -59,7 +59,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | No
         call, mask = flex, block_mask(segments, on, *sides)
     else:
         call = compiled(graph_of(q, Tk, spec, segments, slopes, flash, own_mask))
-        if own_mask is not None:  # mods.py
+        if own_mask is not None:  # names.py
             mask, score_mod = own_mask(B, H, Tq, Tk, on)
         else:
             mask = _by_shape(on, *sides) if segments is None else _by_segments(segments, *sides)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .caps import Backend, Caps
-from .machine.apart import outside_a_trace
+from .machine.system import outside_a_trace
 from .masks import PagedView, StaticView, alibi, for_any_shape
 from .spec import Spec, visible
 

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from .caps import BackendUnavailable
-from .machine.apart import apart, outside_a_trace
-from .machine.system import autocast_dtype
+from .machine.system import apart, autocast_dtype, outside_a_trace
 from .machine.timing import measure, table
 from .names import timed
 from .proof import LONG

@@ -15,10 +15,9 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from . import hub
 from .caps import Backend, BackendUnavailable, Refusal, version
-from .machine.apart import apart
-from .names import RULES, get, is_backend, is_code
+from .machine.system import KERNEL_ERRORS, apart, first_line
+from .names import HUB, RULES, get, is_backend, is_code, loaded
 from .proof import LONG, Probe, Proof, probe, probe_long
 from .spec import Machine, Policy, Spec
 
@@ -124,11 +123,18 @@ def admit(name: str, spec: Spec, machine: Machine,
     family = name.partition(":")[0]
     if disabled() & {name, family, backend.name, *backend.aliases}:
         return backend, [Refusal(f"it is in {DISABLE}={os.environ[DISABLE]}", "disabled")]
-    if name.startswith(hub.PREFIX):
-        return hub.admit(name, spec, machine, policy)
+    if name.startswith(HUB) and not policy.hub_kernels:
+        text = "it is downloaded code, which runs with --attention_hub_kernels=True only"
+        return backend, [Refusal(text, "hub")]
     if policy.hub_kernels and backend.prebuilt and not backend.prebuilt.why_not(spec, machine):
         return backend.prebuilt, []
     why = backend.why_not(spec, machine)
+    if name.startswith(HUB) and not why and machine.packages is None:
+        try:
+            backend = loaded(name)
+        except KERNEL_ERRORS as e:
+            return backend, [Refusal(f"it cannot be loaded ({type(e).__name__}: {first_line(e)})")]
+        why = backend.why_not(spec, machine)
     if (machine.device == "mps" and version(machine.torch) < (2, 13) and not policy.mps_sdpa
             and backend.name in ("sdpa", "sdpa_math")):
         for is_met, bug in (  # of pytorch/pytorch; a probe may miss them

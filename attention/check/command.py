@@ -19,11 +19,10 @@ from typing import Any
 
 import torch
 
-from .. import hub
 from ..caps import LACKS, Backend, Caps, Refusal
 from ..machine.system import KERNEL_ERRORS, devices, first_line, loses_device
 from ..machine.timing import aligned
-from ..names import RULES, get
+from ..names import HUB, RULES, get
 from ..spec import DTYPES, Machine, Spec
 from . import matrix
 from .matrix import Case, Item
@@ -134,7 +133,7 @@ def check(name: str, devices: Sequence[str], dtypes: Sequence[str] = DTYPES, *, 
     if name in RULES:
         raise ValueError(f"{name} is a rule: name one kernel, or a file")
     backend, began = get(name), time.monotonic()
-    if backend.mods is not None or name.startswith(hub.PREFIX):
+    if backend.mods is not None or name.startswith(HUB):
         raise ValueError(f"{name}: check takes no mask of one's own and no kernel of the hub; "
                          f"python -m attention {name} proves it")
     here = {device: Machine.here(device) for device in devices}

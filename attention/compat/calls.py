@@ -16,8 +16,7 @@ from torch import Tensor
 
 from ..caps import Backend, BackendUnavailable, Refusal, must_be, shape_of
 from ..function import attention, not_compiled
-from ..machine.apart import outside_a_trace
-from ..machine.system import devices
+from ..machine.system import devices, outside_a_trace
 from ..masks import kept, nothing, symbolic
 from ..names import BACKENDS, RULES, check_name, get
 from ..plan import Call, Key, Plans

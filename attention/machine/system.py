@@ -1,4 +1,4 @@
-"""Processor, packages, autocast, profiler."""
+"""Processor, packages, autocast, profiler, a thread apart."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import importlib
 import importlib.util
 import os
 import re
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from importlib import metadata
@@ -19,6 +21,7 @@ from torch.autograd import profiler_legacy
 
 P = ParamSpec("P")
 R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., object])
 KERNEL_ERRORS = (Exception, SystemExit)  # not Ctrl-C
 LOST = re.compile(  # these lose a CUDA context
     "CUDA.*(illegal memory access|illegal address|device-side assert|misaligned address|illegal "
@@ -127,3 +130,43 @@ def kineto(device_type: str) -> torch.profiler.profile:
     kinds = torch.profiler.ProfilerActivity
     activities = [kinds.CPU, *[kinds.CUDA] * (device_type == "cuda")]
     return torch.profiler.profile(activities=activities, acc_events=True)  # else 2.11 warns
+
+
+_inside = threading.local()
+_lock = threading.Lock()  # one choice at a time
+PATIENCE = 600  # seconds
+
+
+def apart(device: str | torch.device, function: Callable[[], R]) -> R:
+    """Return function() from a new thread, without the caller's autocast, hooks and tracers. Raises
+    RuntimeError: in a CUDA graph capture, after a hang."""
+    if getattr(_inside, "now", False):  # a kernel calls attention
+        return function()
+    on = torch.device(device)
+    if on.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("no kernel was chosen before this CUDA graph: call model.plan() first")
+    result: Future[R] = Future()
+
+    def run() -> None:
+        _inside.now = True
+        try:
+            with torch.cuda.device(on) if on.type == "cuda" else nullcontext():
+                result.set_result(function())
+        except BaseException as e:
+            result.set_exception(e)
+
+    # In autograd's thread a tried kernel must not wait.
+    lock = _lock if torch._C._current_graph_task_id() == -1 else threading.Lock()
+    if not lock.acquire(timeout=PATIENCE):
+        raise RuntimeError(f"another thread has been choosing a kernel for {PATIENCE:,} s")
+    try:
+        threading.Thread(target=run, daemon=True).start()
+        return result.result()
+    finally:
+        lock.release()
+
+
+def outside_a_trace(function: F) -> F:
+    """assume_constant_result() without the slow import of torch._dynamo."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
