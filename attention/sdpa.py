@@ -78,7 +78,7 @@ def from_cache(q: Tensor, k: Tensor, v: Tensor, spec: Spec, cache: StaticView,
 def fused(q: Tensor, k: Tensor, v: Tensor, spec: Spec, kernel: SDPBackend | None,
           attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
     kernels, group = None if kernel is None else [kernel], spec.n_head // spec.n_kv_head
-    grouped, masked = group > 1, attn_mask is not None
+    grouped, masked = not group < 2, attn_mask is not None  # `not`: a bool if sizes are symbols
     if kernel == SDPBackend.CUDNN_ATTENTION:
         if k.shape[1] == 1:  # cuDNN refuses it. P = 1: q and k have no gradient
             k, v = (t.repeat_interleave(group, dim=2) for t in (k, v))

@@ -16,12 +16,11 @@ from itertools import product
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .caps import Backend, Caps, Partial
 from .function import attention
-from .masks import Pair, for_any_shape
+from .masks import Pair, begins, for_any_shape
 from .spec import Spec
 
 
@@ -95,10 +94,9 @@ def _given(k: Tensor, spec: Spec, offset: int, segments: Pair, seed: Tensor | No
 def borders(segments: Tensor) -> Tensor:
     """First and last positions (B, 2, T) int32: [[5, 5, 2]] gives [[[0, 0, 2], [1, 1, 2]]]."""
     j = torch.arange(segments.shape[1], dtype=torch.int32, device=segments.device)
-    changes = segments[:, 1:] != segments[:, :-1]
-    begins, ends = F.pad(changes, (1, 0), value=True), F.pad(changes, (0, 1), value=True)
-    first = torch.where(begins, j, 0).cummax(dim=1).values
-    last = torch.where(ends, j, len(j) - 1).flip(1).cummin(dim=1).values.flip(1)
+    first = torch.where(begins(segments), j, 0).cummax(dim=1).values
+    ends = begins(segments.flip(1))
+    last = torch.where(ends, j.flip(0), len(j) - 1).cummin(dim=1).values.flip(1)
     return torch.stack((first, last), dim=1)
 
 
