@@ -172,7 +172,7 @@ class Partial:
 
     forward: Callable[..., tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, ...]]
-    dropout: bool = False  # both take two more: sinks or None, and the seed
+    dropout: bool = False  # both may get `sinks=` and `seed=`
 
 
 @dataclass(frozen=True)

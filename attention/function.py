@@ -42,14 +42,12 @@ def whole(backend: Backend) -> Callable[..., Tensor]:
 
 
 def _run(f: Callable[..., Any], spec: Spec, offset: int, tensors: tuple[Tensor, ...],
-         sinks: Tensor | None, seed: Tensor | None, alibi: Tensor | None,
-         *pair: Tensor | None) -> Any:
+         *more: Tensor | None) -> Any:
     """Pass only arguments that the kernel has."""
-    segments = None if pair[0] is None else pair
-    more = () if sinks is None and seed is None else (sinks, seed)
-    slopes = {} if alibi is None else {"alibi_slopes": alibi}
+    segments = None if more[3] is None else more[3:]
+    options = zip(("sinks", "seed", "alibi_slopes"), more)
     with autocast_off(tensors[0]):  # backward runs in autograd's context
-        return f(*tensors, spec, offset, segments, *more, **slopes)
+        return f(*tensors, spec, offset, segments, **{n: t for n, t in options if t is not None})
 
 
 class Attention(torch.autograd.Function):
@@ -57,8 +55,8 @@ class Attention(torch.autograd.Function):
     def forward(kernel: Partial, spec: Spec, offset: int, q: Tensor, k: Tensor, v: Tensor,
                 sinks: Tensor | None, seed: Tensor | None, alibi: Tensor | None,
                 seg_q: Tensor | None, seg_k: Tensor | None) -> tuple[Tensor, Tensor]:
-        options = sinks, seed, alibi, seg_q, seg_k
-        out, L = _run(kernel.forward, spec, offset, (q, k, v), *options)
+        more = sinks, seed, alibi, seg_q, seg_k
+        out, L = _run(kernel.forward, spec, offset, (q, k, v), *more)
         out = out.to(q.dtype)
         # Dynamo (2.11) also returns intermediates: dout would go to `out` before `to`.
         return out.view_as(out), L
@@ -75,10 +73,10 @@ class Attention(torch.autograd.Function):
         tensors = dout, *ctx.saved_tensors
 
         def gradient(*tensors: Tensor) -> tuple[Tensor, ...]:
-            dout, out, L, q, k, v, *options = tensors
+            dout, out, L, q, k, v, *more = tensors
             rows = loadable(dout), q, k, v, out, L
-            grads = _run(kernel.backward, spec, offset, rows, *options)
-            return tuple(g.to(t.dtype) for g, t in zip(grads, (q, k, v, options[0])))
+            grads = _run(kernel.backward, spec, offset, rows, *more)
+            return tuple(g.to(t.dtype) for g, t in zip(grads, (q, k, v, more[0])))
 
         compute = gradient if torch.compiler.is_compiling() else partial(Once.apply, gradient)
         dq, dk, dv, *dsinks = compute(*tensors)

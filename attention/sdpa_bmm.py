@@ -29,8 +29,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: None = None
     return in_blocks(call_sdpa, q, k, v, spec, segments)
 
 
-def call_sdpa(q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int,
-              segments: None = None) -> Tensor:
+def call_sdpa(q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int) -> Tensor:
     k, v = (t.repeat_interleave(spec.n_head // spec.n_kv_head, dim=2) for t in (k, v))
     return attention(q, k, v, spec, kernel=WHOLE, offset=offset)[0]
 

@@ -87,15 +87,15 @@ def forward_tiles(q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int | Non
 
 def backward_tiles(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tensor,
                    spec: Spec, offset: int | None = None, segments: Pair = None,
-                   sinks: Tensor | None = None, seed: Tensor | None = None, B_r: int = BLOCK_M,
-                   B_c: int = BLOCK_N, alibi_slopes: Tensor | None = None) -> tuple[Tensor, ...]:
+                   sinks: Tensor | None = None, seed: Tensor | None = None,
+                   alibi_slopes: Tensor | None = None) -> tuple[Tensor, ...]:
     """Algorithm 2: gradients of q, k, v and any sinks."""
     Tq, Tk, Hkv, tau, acc = q.shape[1], k.shape[1], k.shape[2], spec.softmax_scale, L.dtype
     Q, K, V, O, dO = (by_kv_head(t, Hkv) for t in (q, k, v, out, dout))
     offset = Tk - Tq if offset is None else offset
     dq, dk, dv = (t.new_zeros(t.shape, dtype=acc) for t in (q, k, v))
     dQ, dK, dV = (by_kv_head(t, Hkv) for t in (dq, dk, dv))
-    rows, cols = blocks(Tq, B_r), blocks(Tk, B_c)
+    rows, cols = blocks(Tq, BLOCK_M), blocks(Tk, BLOCK_N)
     skipped = masked_tiles(rows, cols, offset, spec, segments)
     L = L.clamp(min=torch.finfo(acc).min).unflatten(1, (Hkv, -1))[..., None]
     delta = (dO.to(acc) * O.to(acc)).sum(dim=-1, keepdim=True)  # (B, Hkv, H/Hkv, Tq, 1), as L
