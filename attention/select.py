@@ -79,29 +79,25 @@ def candidates(name: str, spec: Spec, machine: Machine, policy: Policy) -> list[
     if machine.device not in PREFERENCE:
         raise BackendUnavailable(f"no kernel runs on {machine.device}")
     order = [*PREFERENCE[machine.device]]
-
-    def before(first: str, then: str) -> None:
-        order.remove(first)
-        order.insert(order.index(then), first)
-
     if machine.device == "cuda":
         major = (machine.capability or (0, 0))[0]
-        if major >= 9:  # sdpa may take cuDNN's kernel
-            before("sdpa", "flash_attn_2")
-        if major in (8, 12):  # FlashAttention-4 uses instructions of Ampere there
-            before("flash_attn_2" if major == 8 else "sdpa", "flash_attn_4")
-        if major == 8:  # nanochat pull request 540
-            before("flash_attn_3", "flash_attn_2")
-        if spec.window is not None or spec.segments:  # it skips tiles
-            before("sdpa_flash", "sdpa")
+        masked = spec.window is not None or spec.segments
+        untiled = spec.compiled or version(machine.torch) < (2, 12)
+        for moved, first, then in (
+            (major >= 9, "sdpa", "flash_attn_2"),  # sdpa may take cuDNN's kernel
+            # FlashAttention-4 uses instructions of Ampere there.
+            (major == 8, "flash_attn_2", "flash_attn_4"), (major == 12, "sdpa", "flash_attn_4"),
+            (major == 8, "flash_attn_3", "flash_attn_2"),  # nanochat pull request 540
+            (masked, "sdpa_flash", "sdpa"),  # it skips tiles
             # Windows from 2.12 on; segments break its graph.
-            if spec.compiled or version(machine.torch) < (2, 12):
-                before("triton", "sdpa_flash")
-        if spec.cache == "static":  # it splits the keys
-            before("paged", order[0])
-        if spec.alibi:  # sdpa stores the bias of all pairs
-            before("triton", "sdpa")
-            before("flash_attn_2", "triton")
+            (masked and untiled, "triton", "sdpa_flash"),
+            (spec.cache == "static", "paged", None),  # it splits the keys
+            # sdpa stores the bias of all pairs.
+            (spec.alibi, "triton", "sdpa"), (spec.alibi, "flash_attn_2", "triton"),
+        ):
+            if moved:
+                order.remove(first)
+                order.insert(order.index(then) if then else 0, first)
     elif machine.bfloat16_units and spec.grad and not spec.compiled:
         order.insert(0, "sdpa_bmm")  # a faster backward, not traced
     if name in RULES:
