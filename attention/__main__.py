@@ -92,17 +92,15 @@ def run(args: argparse.Namespace) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it
         torch.use_deterministic_algorithms(True)
     needed, every = packages(args.backend or ""), [*BACKENDS, *entry_points()]
-    on = args.device
+    here, on = devices(), args.device
     if args.machine:
         machine = describe(args.machine, torch.__version__.partition("+")[0], needed)
         machine = replace(machine, deterministic=args.deterministic)
     else:
-        here = devices()
         on = next(d for d in ("cuda", "mps", "cpu") if d in here) if on == "auto" else on
         if on not in here:
             raise ValueError(f"--device={on}: no such device here")
         machine = Machine.here(on)
-    device = torch.device("meta" if args.machine else on)
     on_cuda, ampere = machine.device == "cuda", (machine.capability or (0, 0)) >= (8, 0)
     half = "bfloat16" if ampere else "float16"
     paged = args.kv_cache == "paged"
@@ -113,29 +111,30 @@ def run(args: argparse.Namespace) -> None:
         "page_size": 256 if paged and args.page_size is None else args.page_size,
         "grad": not args.inference and args.kv_cache == "none"})
     B, Tk = args.batch_size or (16 if on_cuda else 1), args.seq_len
-    Tq = Tk if spec.cache == "none" else 1
+    shape = B, Tk if spec.cache == "none" else 1, Tk
     policy = Policy(hub_kernels=args.hub_kernels, mps_sdpa=args.allow_mps_sdpa)
     content = configuration(spec, machine, policy, needed)
-    content["shape"] = {"batch": B, "queries": Tq, "keys": Tk}
+    content["shape"] = dict(zip(("batch", "queries", "keys"), shape))
     has = f"compute capability {dotted(machine.capability)}, " if machine.capability else ""
     head = (f"{machine.name} ({machine.device}), {has}torch {machine.torch}\n"
-            f"batch {B}, {Tq:,} queries, {Tk:,} keys, {spec}"
+            f"batch {B}, {shape[1]:,} queries, {Tk:,} keys, {spec}"
             + ", deterministic" * machine.deterministic)
     if args.machine:
         head += "\nNothing was run: the backends declare this, all optional packages installed."
     if args.backend:
         if args.machine:
             chosen = resolve(args.backend, spec, machine, policy)
+            text = f"{head}\n\n{chosen}"
         elif args.backend == "fastest":
             logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s")
-            chosen = fastest(spec, device, (B, Tq, Tk), policy)
+            chosen = fastest(spec, on, shape, policy)
+            text = str(replace(chosen, rejected={}))  # which it has logged
         else:
             # Without a handler Python would print the refusals, too, bare.
             logging.getLogger("nanoattn").addHandler(logging.NullHandler())
-            chosen = select(args.backend, spec, device, policy)
-        logged = args.backend == "fastest"
-        text = str(replace(chosen, rejected={}) if logged else chosen)
-        text, found = f"{head}\n\n{text}" if args.machine else text, chosen.as_json()
+            chosen = select(args.backend, spec, on, policy)
+            text = str(chosen)
+        found = chosen.as_json()
     elif args.machine:
         rows = [declared(name, spec, machine, policy)[0] for name in every]
         try:
@@ -149,7 +148,7 @@ def run(args: argparse.Namespace) -> None:
         if not args.json:
             print(head, flush=True)
         show = partial(print, file=sys.stderr, flush=True)
-        rows = measure(every, modes, machine, policy, device, (B, Tq, Tk), show=show)
+        rows = measure(every, modes, machine, policy, torch.device(on), shape, show=show)
         found = {"backends": [row.as_json(modes) for row in rows]}
         text = f"\n{table(rows, modes)}"
     print(json.dumps(content | found) if args.json else text)

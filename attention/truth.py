@@ -27,10 +27,13 @@ class Inputs(NamedTuple):
     alibi_slopes: Tensor | None = None  # (H,) or (B, H)
 
     @property
+    def tensors(self) -> dict[str, Tensor]:
+        return {name: t for name, t in self._asdict().items() if t is not None}
+
+    @property
     def options(self) -> dict[str, Tensor]:
         names = "segments", "sinks", "alibi_slopes"
-        found = {name: getattr(self, name) for name in names}
-        return {name: t for name, t in found.items() if t is not None}
+        return {name: t for name, t in self.tensors.items() if name in names}
 
 
 @dataclass(frozen=True)
@@ -219,10 +222,6 @@ def errors(got: Result, rough: Result, exact: Result, dtype: torch.dtype) -> lis
         + eps(dtype) * rounded, in half precision
 
     with m = 2 for the output and 3 for gradients. The mean finds errors of a few percent."""
-    sizes: dict[str, Callable[[Tensor], float]] = {
-        "": lambda x: float(x.abs().max()),
-        " in the mean": lambda x: float(x.square().mean() ** 0.5),
-    }
     found = []
     for name, tensor in got.tensors.items():
         want, g, p = (x.cpu().double() for x in (exact.tensors[name], tensor, rough.tensors[name]))
@@ -230,7 +229,10 @@ def errors(got: Result, rough: Result, exact: Result, dtype: torch.dtype) -> lis
             raise AssertionError(f"{name} has shape {tuple(g.shape)}, not {tuple(want.shape)}")
         # Sinks have their own dtype.
         rounded_to = max(dtype, tensor.dtype, key=lambda d: torch.finfo(d).eps)
-        at = torch.unravel_index((g - want).abs().nan_to_num(torch.inf).argmax(), g.shape)
+        sizes: dict[str, Callable[[Tensor], float]] = {
+            f" at {list(worst(g, want))}": lambda x: float(x.abs().max()),
+            " in the mean": lambda x: float(x.square().mean() ** 0.5),
+        }
         for where, size in sizes.items():
             condition = size(exact.condition[name].cpu()) / 32
             m = 2 if name == "out" else 3
@@ -240,9 +242,14 @@ def errors(got: Result, rough: Result, exact: Result, dtype: torch.dtype) -> lis
             elif dtype != torch.float32 and name in exact.rounded:
                 allowed += torch.finfo(dtype).eps * size(exact.rounded[name].cpu())
             allowed *= ON_A_GPU if tensor.is_cuda else 1
-            where = where or f" at {[int(n) for n in at]}"
             found.append(Deviation(name, where, size(g - want), allowed, size(want)))
     return found
+
+
+def worst(got: Tensor, want: Tensor) -> tuple[int, ...]:
+    """Indices of the largest error."""
+    at = (got - want).abs().nan_to_num(torch.inf).argmax()
+    return tuple(int(n) for n in torch.unravel_index(at, got.shape))
 
 
 def wrong(found: Sequence[Deviation]) -> list[str]:

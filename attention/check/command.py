@@ -36,8 +36,11 @@ QUICK_S = 120  # for --quick, a device
 
 def items(dtypes: Iterable[str], quick: bool = False, length: int = 0,
           caps: Sequence[Caps] = ()) -> Iterator[Item]:
+    n = len(matrix.SAMPLE)
+    parts = [sorted(part, key=lambda case: len({*case.features} - {"causal"}))
+             for part in (matrix.CASES[:n], matrix.CASES[n:])]
     for dtype in dtypes:
-        for case in matrix.in_order()[: len(matrix.SAMPLE) if quick else None]:
+        for case in (*parts[0], *([] if quick else parts[1])):
             yield Item(case, dtype, matrix.accuracy, case.features)
         yield from properties(dtype, length, caps, quick)
 

@@ -15,6 +15,7 @@ from .. import proof
 from ..caps import Backend
 from ..proof import Inputs, Result, run
 from ..spec import Spec
+from ..truth import worst
 
 
 @dataclass(frozen=True)
@@ -94,9 +95,6 @@ class Item:
     def run(self, given: Inputs, spec: Spec, **options: Any) -> Result:
         return run(self.backend.attend, given, spec, **options)
 
-    def compare(self, got: Result) -> None:
-        compare(got, self.case, self.dtype, self.device)
-
 
 WAYS = ("BHTD", "sliced", "strided", "expanded")
 LAYOUTS = [f"{name} {way}" for name in ("q", "k", "v", "dout", "segments") for way in WAYS
@@ -173,12 +171,6 @@ CASES = SAMPLE + cases("""192, 1025 B1 H1 Hkv1 D64, 113x203-H4 Hkv4, 128x217, 2x
     rows-gqa-packed, alibi-left, rows-window60-right100-280x700 B1, rows-many-520x600,
     rows-scale-sinks-mqa-65 H8, alibi-right9-113x97, rows-sinks-both-window20-113x97 H4,
     alibi-sinks-right40-65x17, rows-sinks-right30-65x17, alibi-right500-65x17 H4""")
-
-
-def in_order() -> list[Case]:
-    parts = SAMPLE, CASES[len(SAMPLE) :]
-    return [case for part in parts for case in sorted(
-        part, key=lambda case: len({*case.features} - {"causal"}))]
 
 
 IDS = (65543, 7, 2**24 + 1, 2**24, -1, 0, *range(100, 120))
@@ -273,7 +265,7 @@ def check(backend: Backend, case: Case, dtype: str, device: str = "cpu",
           attend: Callable[..., Tensor] | None = None) -> None:
     """Test with any gradients and without. Raises AssertionError: wrong or changed tensors."""
     given = inputs(case, dtype, device)
-    before = {name: t.clone() for name, t in given._asdict().items() if t is not None}
+    before = {name: t.clone() for name, t in given.tensors.items()}
     for grad in (True, False)[not case.grad :]:
         got = run(attend or backend.attend, given, case.spec(dtype, grad=grad))
         compare(got, case, dtype, device)
@@ -282,7 +274,7 @@ def check(backend: Backend, case: Case, dtype: str, device: str = "cpu",
         with torch.inference_mode():
             got.out.zero_()
         for name, was in before.items():
-            if not getattr(given, name).equal(was):
+            if not given.tensors[name].equal(was):
                 inputs.cache_clear()
                 raise AssertionError(f"it wrote to its input {name}, or returned it")
 
@@ -294,9 +286,8 @@ def accuracy(item: Item, attend: Callable[..., Tensor] | None = None) -> None:
 def show(backend: Backend, case: Case, dtype: str, device: str) -> None:
     """Print the inputs, and each result and its truth at the worst place."""
     given = inputs(case, dtype, device)
-    tensors = {name: t for name, t in given._asdict().items() if t is not None}
-    before = {name: t.clone() for name, t in tensors.items()}
-    for name, t in tensors.items():
+    before = {name: t.clone() for name, t in given.tensors.items()}
+    for name, t in given.tensors.items():
         print(name, tuple(t.shape), t.stride(), t.dtype)
     for grad in (True, False)[not case.grad :]:
         spec = case.spec(dtype, grad=grad)
@@ -304,8 +295,6 @@ def show(backend: Backend, case: Case, dtype: str, device: str) -> None:
         got, exact = run(backend.attend, given, spec), proof.truth(given, spec)
         for name, x in got.tensors.items():
             x, want = x.cpu().double(), exact.tensors[name].cpu()
-            error = (x - want).abs().nan_to_num(torch.inf)
-            at = torch.unravel_index(error.argmax(), error.shape)
-            here = [int(n) for n in at]
-            print(f"{name} at {here}: the kernel {x[at]:.9g}, the truth {want[at]:.9g}")
-    print("overwritten:", [name for name, t in tensors.items() if not t.equal(before[name])])
+            at = worst(x, want)
+            print(f"{name} at {list(at)}: the kernel {x[at]:.9g}, the truth {want[at]:.9g}")
+    print("overwritten:", [n for n, t in given.tensors.items() if not t.equal(before[n])])
