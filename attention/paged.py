@@ -34,7 +34,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: None = None
     """Attend to pages or buffers k and v. Queries from cache.count on are padding."""
     assert cache is not None, "paged reads a cache"
     cache = cache.as_pages() if isinstance(cache, StaticView) else cache
-    if q.shape[1] == 1 and q.is_cuda and _has_kernel(q.dtype, spec.head_dim):
+    least = (8, 0) if q.dtype == torch.bfloat16 else (7, 5)
+    fits = q.shape[1] == 1 and q.dtype != torch.float64 and spec.head_dim <= 256
+    if fits and q.is_cuda and _triton_capability() >= least:
         from .triton.paged_kernels import decode
 
         sinks = None if sinks is None else sinks.float().contiguous()
@@ -111,11 +113,6 @@ def _sdpa(q_BGRTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, seen: Tensor, spec: S
     with sdpa_kernel(KERNELS) if mask.is_cuda else nullcontext():
         out = F.scaled_dot_product_attention(*call, scale=spec.scale)
     return out.unflatten(2, (R, Tq))
-
-
-def _has_kernel(dtype: torch.dtype, head_dim: int) -> bool:
-    least = (8, 0) if dtype == torch.bfloat16 else (7, 5)
-    return dtype != torch.float64 and head_dim <= 256 and _triton_capability() >= least
 
 
 @outside_a_trace  # torch 2.13 cannot pass a Spec's integers

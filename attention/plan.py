@@ -34,7 +34,6 @@ MARGIN = 0.02  # over auto's choice
 
 
 class Phase(NamedTuple):
-
     device: str
     dtype: str
     training: bool = True  # with dropout

@@ -50,10 +50,6 @@ class Probe:
     kernels: tuple[str, ...] = ()  # "flash", "math"
     proof: Proof | None = None  # None: no results
 
-    @property
-    def error(self) -> float | None:
-        return self.proof["error"] if self.proof else None
-
 
 def probe(backend: Backend, spec: Spec, device: str | torch.device, T: int = SHORT) -> Probe:
     """Run `backend` at batch 2 and length T: on ordinary and large scores, then with other numbers,

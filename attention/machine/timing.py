@@ -69,7 +69,8 @@ def measure(names: Iterable[str], modes: Sequence[Spec], machine: Machine, polic
             once: Calls = {}
             if backend is not None and able:
                 seen = probe(backend, able[-1], device, min(max(shape[2], 64), 512))
-                row = Row(name, backend.title, seen.why, (), seen.error, seen.kernels, row.why)
+                error = seen.proof["error"] if seen.proof else None
+                row = Row(name, backend.title, seen.why, (), error, seen.kernels, row.why)
                 try:
                     for spec in () if row.why else able:
                         call = make(backend, spec)
