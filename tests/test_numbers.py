@@ -100,6 +100,14 @@ def test_tiles_and_blocks_at_the_borders_of_a_mask(name: str, case: Case) -> Non
     matrix.check(BACKENDS[name], case, "float32")
 
 
+@pytest.mark.parametrize("case", matrix.cases("20x33-gqa", ", window5-right2, packed"))
+def test_one_graph_while_sizes_are_symbols_also_those_of_the_spec(case: Case) -> None:
+    torch.compiler.reset()
+    attend = torch.compile(BACKENDS["sdpa"].attend, dynamic=True, fullgraph=True,
+                           backend="aot_eager")
+    matrix.check(BACKENDS["sdpa"], case, "float32", attend=attend)
+
+
 # --- derivatives ---
 
 @pytest.mark.parametrize("case", matrix.cases(
