@@ -151,19 +151,15 @@ def flash_attn_with_kvcache(
     alibi_slopes: Tensor | None = None, num_splits: int = 0, return_softmax_lse: bool = False, *,
     page_table: Tensor | None = None, rotary_seqlens: Tensor | None = None, **fa3: object,
 ) -> Returned:
-    """Attention to a cache, without gradients; k and v are first appended to it, in place.
+    """Attention to a cache, without gradients; k and v (B, T_new, Hkv, D) are first appended to it,
+    in place. A ValueError leaves the cache as it was.
 
-    Args:
-        q: (B, Tq, H, D), aligned with the last keys.
-        k_cache, v_cache: (B or more, S, Hkv, D); with block_table (pages, page_size, Hkv, D).
-        k, v: (B, T_new, Hkv, D), new tokens.
-        rotary_cos, rotary_sin: (positions, R): row cache_seqlens (or rotary_seqlens (B,)) + n
-            rotates the n-th new key, and query if causal or windowed (else row n = 0).
-        cache_seqlens: tokens before this call, (B,) int32 or one number; None: S.
-        cache_batch_idx, cache_leftpad: (B,), row in the cache, first slot that is read.
-        block_table: (B, columns) int32 (page_table in FlashAttention-3).
-    Returns out (B, Tq, H, D), and any L (B, H, Tq) float32. A ValueError leaves the cache as it
-    was."""
+    q (B, Tq, H, D) is aligned with the last keys of k_cache and v_cache (B or more, S, Hkv, D), or
+    with block_table (page_table in FlashAttention-3, (B, columns) int32) (pages, page_size, Hkv,
+    D). cache_seqlens: tokens before this call, (B,) int32 or one number; None: S. cache_batch_idx,
+    cache_leftpad: (B,), row in the cache, first slot that is read. rotary_cos, rotary_sin:
+    (positions, R), rows as in docs/ATTENTION.md. Returns out (B, Tq, H, D), and any L (B, H, Tq)
+    float32."""
     table = page_table if block_table is None else block_table
     paged = table is not None
     sizes: dict[str, int] = {}
