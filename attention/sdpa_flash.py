@@ -3,6 +3,8 @@ CUDA yet: is_causal is aligned bottom-right there, without other masks; on the C
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -44,8 +46,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec, offset: int, segments: 
     L = q.new_full((B, H, Tq), -torch.inf, dtype=acc)
     operator = (aten._scaled_dot_product_flash_attention_for_cpu if q.is_cpu else
                 aten._scaled_dot_product_flash_attention)
-    for I, J in rectangles(q, k, spec, offset, segments is not None):
-        causal, masks = masking(q, k, spec, offset, segments, alibi_slopes, I, J)
+    for I, J, causal, masks in parts(q, k, spec, offset, segments, alibi_slopes):
         inputs = map(BHTD, (q[:, I], k[:, J], v[:, J]))
         O_I, L_I, *_ = operator(*inputs, 0.0, causal, scale=spec.softmax_scale, **masks)
         out[:, I] = O_I.transpose(1, 2)[..., :D]
@@ -60,8 +61,7 @@ def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tens
              alibi_slopes: Tensor | None = None) -> tuple[Tensor, ...]:
     L = L.masked_fill(L.isneginf(), 0)  # P is exp(-inf - L): 0, not NaN
     grads = [t.new_zeros(t.shape, dtype=L.dtype) for t in (q, k, v)]
-    for I, J in rectangles(q, k, spec, offset, segments is not None):
-        causal, masks = masking(q, k, spec, offset, segments, alibi_slopes, I, J)
+    for I, J, causal, masks in parts(q, k, spec, offset, segments, alibi_slopes):
         rows = dout[:, I], q[:, I], k[:, J], v[:, J], out[:, I].to(q.dtype)
         inputs = *map(BHTD, rows), L[..., I].contiguous()
         if q.is_cpu:
@@ -77,34 +77,31 @@ def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, L: Tens
     return tuple(grads)
 
 
-def rectangles(q: Tensor, k: Tensor, spec: Spec, offset: int,
-               segmented: bool) -> list[tuple[slice, slice]]:
+def parts(q: Tensor, k: Tensor, spec: Spec, offset: int, segments: Pair,
+          slopes: Tensor | None) -> Iterator[tuple[slice, slice, bool, dict[str, Tensor]]]:
+    """Queries, keys, is_causal and any attn_mask of each call."""
     Tq, Tk = q.shape[1], k.shape[1]
-    if q.is_cpu:
-        masked = segmented or spec.alibi
-        found = blocks(slice(offset, offset + Tq), slice(0, Tk), spec, BLOCK, masked)
-        return [(slice(Q.start - offset, Q.stop - offset), J) for Q, J in found]
-    if spec.right is None:
-        return [(slice(0, Tq), slice(0, Tk))]
-    # In line with keys causal; later queries see all.
-    first, whole = min(max(-offset, 0), Tq), min(max(Tk - offset, 0), Tq)
-    both = (slice(first, whole), slice(0, whole + offset)), (slice(whole, Tq), slice(0, Tk))
-    return [(I, J) for I, J in both if I.start < I.stop]
-
-
-def masking(q: Tensor, k: Tensor, spec: Spec, offset: int, segments: Pair, slopes: Tensor | None,
-            I: slice, J: slice) -> tuple[bool, dict[str, Tensor]]:
-    at = offset + I.start - J.start
     if not q.is_cpu:
-        return not sees_all(I.stop - I.start, J.stop, None, at, spec.right), {}
-    pair = None if segments is None else (segments[0][:, I], segments[1][:, J])
-    attn_mask, is_causal = sdpa_mask(q[:, I], k[:, J], spec, at, pair, slopes)
-    if attn_mask is None:
-        return is_causal, {}
-    if attn_mask.dtype == torch.bool:
-        bias = torch.zeros(attn_mask.shape, dtype=q.dtype, device=q.device)
-        attn_mask = bias.masked_fill_(~attn_mask, -torch.inf)
-    return False, {"attn_mask": attn_mask}
+        every = slice(0, Tk)
+        found = [(slice(0, Tq), every)]
+        if spec.right is not None:  # in line with keys causal; later queries see all
+            first, whole = min(max(-offset, 0), Tq), min(max(Tk - offset, 0), Tq)
+            found = [(slice(first, whole), slice(0, whole + offset)), (slice(whole, Tq), every)]
+        for I, J in found:
+            if I.start < I.stop:
+                at = offset + I.start
+                yield I, J, not sees_all(I.stop - I.start, J.stop, None, at, spec.right), {}
+        return
+    masked = segments is not None or spec.alibi
+    for Q, J in blocks(slice(offset, offset + Tq), slice(0, Tk), spec, BLOCK, masked):
+        I = slice(Q.start - offset, Q.stop - offset)
+        pair = None if segments is None else (segments[0][:, I], segments[1][:, J])
+        at = Q.start - J.start
+        attn_mask, is_causal = sdpa_mask(q[:, I], k[:, J], spec, at, pair, slopes)
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            bias = torch.zeros(attn_mask.shape, dtype=q.dtype, device=q.device)
+            attn_mask = bias.masked_fill_(~attn_mask, -torch.inf)
+        yield I, J, is_causal, {} if attn_mask is None else {"attn_mask": attn_mask}
 
 
 def BHTD(t: Tensor) -> Tensor:
