@@ -129,24 +129,18 @@ def _mask(name: str, sdpa_mask: Callable[..., Tensor | None], **options: Any) ->
     seen = sdpa_mask(**options, allow_is_causal_skip=skip)
     proof = Proof(Tq, Tq, window) if causal else Proof(Tq, Tk, right=None)
     if seen is not None:
-        real = _tokens(Tq, **options) if causal or Tq == Tk else None
+        real, tokens = None, options.get("attention_mask")  # bool (B, Tq), False for padding
+        if tokens is not None and (causal or Tq == Tk):
+            at = options.get("cache_position")
+            if at is None:  # transformers 5
+                at = torch.arange(Tq, device=tokens.device) + options.get("q_offset", 0)
+            missing = options.get("kv_offset", 0) + Tk - tokens.shape[1]  # of a static cache
+            real = F.pad(tokens.bool(), (0, max(0, missing)))[:, at]
         try:
             proof = prove(seen, window if causal else None, real, causal)
         except ValueError as e:
             raise BackendUnavailable(f"{name} refuses the mask: {e}") from None
     return Mask.of(proof, name, (B, 1, Tq, Tk))
-
-
-def _tokens(Tq: int, *, attention_mask: Tensor | None = None, cache_position: Tensor | None = None,
-            q_offset: int | Tensor = 0, kv_offset: int = 0, kv_length: int = 0,
-            **_: object) -> Tensor | None:
-    """Bool (B, Tq), False for padding."""
-    if attention_mask is None:
-        return None
-    if cache_position is None:  # transformers 5
-        cache_position = torch.arange(Tq, device=attention_mask.device) + q_offset
-    missing = kv_offset + kv_length - attention_mask.shape[1]  # free places of a static cache
-    return F.pad(attention_mask.bool(), (0, max(0, missing)))[:, cache_position]
 
 
 @kept
