@@ -67,10 +67,6 @@ class Call(NamedTuple):
     spec: Spec
     chosen: Resolution
 
-    @classmethod
-    def of(cls, spec: Spec, chosen: Resolution) -> Call:
-        return cls(chosen.backend.compute, spec, chosen)
-
 
 Plan = tuple[Call, ...]
 Key = tuple[str, str, bool]  # Spec.kind, device, deterministic algorithms
@@ -161,7 +157,8 @@ class Plans:
         assert self.specs is not None
         specs = self.specs(phase)
         chosen = {kind: choose(spec) for kind, spec in {s.kind: s for s in specs}.items()}
-        self.known[phase] = tuple(Call.of(spec, chosen[spec.kind]) for spec in specs)
+        plan = ((spec, chosen[spec.kind]) for spec in specs)
+        self.known[phase] = tuple(Call(found.backend.compute, spec, found) for spec, found in plan)
         return self.known[phase]
 
 

@@ -19,7 +19,7 @@ from ..function import attention, not_compiled
 from ..machine.system import devices, outside_a_trace
 from ..masks import kept, nothing, symbolic
 from ..names import BACKENDS, RULES, check_name, get
-from ..plan import Call, Key, Plans
+from ..plan import Key, Plans
 from ..select import select
 from ..spec import DTYPES, NO_LIMIT, Policy, Spec
 
@@ -196,8 +196,8 @@ def kernel(q: Tensor, Tk: int, request: Request, dry: bool = False) -> tuple[Bac
     if request.compiled:
         if seeded:
             wrong("dropout_p", "0 for the log-sum-exp while torch.compile traces", request.dropout)
-        call = getattr(_traced, _choose_in_trace(device, *request))
-        return call.chosen.backend, call.spec
+        spec, backend = getattr(_traced, _choose_in_trace(device, *request))
+        return backend, spec
     spec = _spec(*request)
     planned = _spec(*request._replace(dropout=0.0)) if seeded else spec
     key = planned.kind, device, deterministic
@@ -221,7 +221,7 @@ def _choose_in_trace(device: str, *fields: Any) -> str:
     """A name in _traced: a trace sees new attributes, but no new keys of a dict."""
     spec, call = Spec(*fields), (device, torch.are_deterministic_algorithms_enabled(), *fields)
     name = "of_" + repr(call).encode().hex()  # without dots
-    setattr(_traced, name, Call.of(spec, _plans[False].choose_in_trace(spec, device)))
+    setattr(_traced, name, (spec, _plans[False].choose_in_trace(spec, device).backend))
     return name
 
 
