@@ -20,8 +20,8 @@ from .matrix import Case, Item
 
 def cast(given: Inputs, dtype: str) -> Inputs:
     to = getattr(torch, dtype)
-    found = (t.detach().to(to) if t is not None and t.is_floating_point() else t for t in given)
-    return Inputs(*found)  # type: ignore[arg-type]
+    return Inputs(**{name: t.detach().to(to) if t.is_floating_point() else t
+                     for name, t in given.tensors.items()})
 
 
 RIGHT: dict[str, Any] = {  # program() without a mistake; others change it, or the Spec

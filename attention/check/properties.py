@@ -158,10 +158,10 @@ def again(item: Item) -> None:
         return [torch.get_rng_state(), *cuda]
 
     spec = item.spec
-    given = Inputs(*(t if t is None else t.clone() for t in item.given))  # type: ignore[arg-type]
+    given = Inputs(**{name: t.clone() for name, t in item.given.tensors.items()})
     first = item.run(given, spec).tensors.values()
     before, states = [t.clone() for t in first], random_states()
-    for t in (t for t in given if t is not None):
+    for t in given.tensors.values():
         (t.data if t.device.type == "cpu" else t).copy_(t.flip(min(1, t.dim() - 1)))
     got = item.run(given, spec)
     matrix.agree(got, proof.plain(given, spec), proof.truth(given, spec), item.dtype)
