@@ -188,8 +188,9 @@ def memory() -> Path:
 
 
 def stored(file: str = "fastest.json") -> dict[str, Any]:
-    with suppress(OSError, ValueError, TypeError, RecursionError):
-        return dict(json.loads(memory().with_name(file).read_text(encoding="utf-8")))
+    with suppress(OSError, ValueError, RecursionError):
+        found = json.loads(memory().with_name(file).read_text(encoding="utf-8"))
+        return found if isinstance(found, dict) else {}
     return {}
 
 
