@@ -92,9 +92,10 @@ from core.files import open_output, printable
 from core.runtime import explained, pick_device, show_log, why_not_compile
 from core.settings import UserError, user_errors
 from data.schema import well_formed
-from inference import constrain, graphs, serve
+from inference import constrain, graphs
 from inference.sampling import Options
-from inference.texts import default_prompt
+from inference.serve import Scheduler
+from inference.texts import Row, default_prompt
 from model import GPT
 
 
@@ -149,7 +150,7 @@ class Writer:
         texts = [prompt for prompt in starts for _ in range(config.num_samples)]
         self.seeds = range(config.seed, config.seed + len(texts))
         regex = config.regex
-        self.scheduler = serve.Scheduler(
+        self.scheduler = Scheduler(
             model, texts, config.max_new_tokens,
             # A negative seed as PyTorch reads it.
             generator=[torch.Generator(self.device).manual_seed(s % 2**64) for s in self.seeds],
@@ -161,7 +162,7 @@ class Writer:
         self.rows = self.scheduler.known
         if any(row.most > model.config.block_size for row in self.rows):
             model.plan(grad=False)  # a text that slides has no cache: log its kernel first
-        self.shown: serve.Row | None = None
+        self.shown: Row | None = None
         self.seconds = 0.0
         self.first = 0.0  # seconds to the first token
 
@@ -176,7 +177,7 @@ class Writer:
                     if self.config.stream:
                         self.shown = row
                         print(row.text, end="", flush=True)
-                        for piece in self.scheduler.pieces(row, new):
+                        for piece in row.pieces(new):
                             print(piece, end="", flush=True)
                     deque(new, maxlen=0)
                     self.write(row, out)
@@ -190,7 +191,7 @@ class Writer:
                 self.write(row, out)
         return code
 
-    def new_tokens(self, row: serve.Row, tokens: Iterator[object], began: float) -> Iterator[int]:
+    def new_tokens(self, row: Row, tokens: Iterator[object], began: float) -> Iterator[int]:
         """A row's tokens as they come; `tokens`: of all rows."""
         shown = 0
         while True:
@@ -201,17 +202,17 @@ class Writer:
             next(tokens)
             self.first = self.first or time.perf_counter() - began
 
-    def finish(self, row: serve.Row) -> str:
+    def finish(self, row: Row) -> str:
         if row.room and not row.ended:
             return "interrupted" if row.new or row is self.shown else "waiting"
         short = self.config.regex is not None or len(row.new) < row.room
-        return "stop" if short or (row.new and self.scheduler.stops(row)) else "length"
+        return "stop" if short or (row.new and row.stops()) else "length"
 
-    def tokens(self, row: serve.Row) -> int:
+    def tokens(self, row: Row) -> int:
         return sum(token not in self.model.tokenizer.ends for token in row.new)
 
-    def write(self, row: serve.Row, out: IO[str]) -> None:
-        new = "".join(self.scheduler.pieces(row, row.new))
+    def write(self, row: Row, out: IO[str]) -> None:
+        new = "".join(row.pieces(row.new))
         found = {
             "prompt": row.text, "text": new, "tokens": self.tokens(row),
             "seed": self.seeds[row.index], "finish": self.finish(row),

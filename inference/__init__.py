@@ -8,35 +8,31 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import checkpoint
+import data
+from attention import Policy
+from core.cpu import int8
+from core.files import printable
+from core.options import Dtype, TrainConfig
+from core.runtime import Setup, pick_device
 from core.settings import UserError, user_errors
-
-if TYPE_CHECKING:
-    from attention import Policy
-    from core.options import Dtype
-    from data.tokenizer import Tokenizer
-    from model import GPT
+from data.loader import fits
+from model import GPT
 
 log = logging.getLogger("nanoattn")
 
 
 def load(source: str | Path, *, which: str = "latest", dataset: str | None = None,
          device: str = "auto", dtype: Dtype = "auto", weights: str = "dtype",
-         policy: Policy | None = None, **changes: Any) -> tuple[GPT, Tokenizer]:  # fmt: skip
+         policy: Policy | None = None, **changes: Any) -> tuple[GPT, data.Tokenizer]:  # fmt: skip
     """Load a model in evaluation mode, and its tokenizer. Raises UserError.
 
     source: a run, a checkpoint, a nanoGPT ckpt.pt, an exported folder, gpt2[-...].
     which: a run's "latest" checkpoint, or "best": the lowest validation loss.
     dataset, device, dtype, weights: options of sample.py; changes: GPTConfig fields.
     """
-    import checkpoint
-    from attention import Policy
-    from core.cpu import int8
-    from core.files import printable
-    from core.options import TrainConfig
-    from core.runtime import Setup, pick_device
-
     source = str(source)
     setup = Setup(pick_device(device), TrainConfig(dtype=dtype, compile=False))
     if which == "best":
@@ -57,12 +53,7 @@ def load(source: str | Path, *, which: str = "latest", dataset: str | None = Non
     return model, model.tokenizer
 
 
-def _tokenizer(source: str, vocab_size: int, dataset: str | None) -> Tokenizer:
-    import checkpoint
-    import data
-    from core.files import printable
-    from data.loader import fits
-
+def _tokenizer(source: str, vocab_size: int, dataset: str | None) -> data.Tokenizer:
     meta, named = checkpoint.tokenizer_meta(source), dataset
     dataset = dataset or checkpoint.trained_on(source)
     if meta is None and dataset and (named or data.find(dataset).is_dir()):

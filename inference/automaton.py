@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pickle
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -39,34 +40,27 @@ Tables = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 def build(pattern: str, tokens: Sequence[bytes], stop: Sequence[int]) -> Tables:
     """Tables of an expression over `tokens`, ended by `stop`. Raises ValueError."""
-    what = f"the regex {pattern!r:.100}"
-    limits = f"{SECONDS} seconds of a core, {GIGABYTES} GB or {STATES:,} states"
-    beyond = ValueError(f"{what} needs more than {limits}")
-    sent = pickle.dumps((pattern, what, [*tokens], [*stop]))
-    try:  # its own limit is the processor's time
+    sent = pickle.dumps((pattern, [*tokens], [*stop]))
+    why = f"needs more than {SECONDS} seconds of a core, {GIGABYTES} GB or {STATES:,} states"
+    with suppress(subprocess.TimeoutExpired):  # the process limits the processor's time
         done = subprocess.run(
             [sys.executable, __file__], input=sent, capture_output=True, timeout=4 * SECONDS
         )
-    except subprocess.TimeoutExpired:
-        raise beyond from None
-    if done.returncode < 0 or done.returncode == TOO_LARGE:
-        raise beyond
-    if done.returncode:
-        raise ValueError(done.stderr.decode(errors="replace").strip().rpartition("\n")[2])
-    tables: Tables = pickle.loads(done.stdout)
-    return tables
+        if done.returncode == 0:
+            tables: Tables = pickle.loads(done.stdout)
+            return tables
+        if done.returncode > 0 and done.returncode != TOO_LARGE:
+            why = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+    raise ValueError(f"the regex {pattern!r:.100}: {why}")
 
 
 def main() -> None:
     """The process of build(): errors go to the last line of stderr."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    with suppress(ImportError):  # Windows
-        import resource
-
-        size = GIGABYTES * 2**30
-        for kind, most in (("RLIMIT_CPU", SECONDS), ("RLIMIT_AS", size), ("RLIMIT_CORE", 0)):
-            with suppress(ValueError, OSError):  # macOS
-                resource.setrlimit(getattr(resource, kind), (most, most))
+    limits = {"CPU": SECONDS, "AS": GIGABYTES * 2**30, "CORE": 0}
+    for name, most in limits.items():
+        with suppress(ValueError, OSError):  # macOS
+            resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (most, most))
     try:
         pickle.dump(tables_of(*pickle.load(sys.stdin.buffer)), sys.stdout.buffer)
     except MemoryError:
@@ -75,15 +69,15 @@ def main() -> None:
         sys.exit(str(e))
 
 
-def tables_of(pattern: str, what: str, tokens: list[bytes], stop: list[int]) -> Tables:
-    table_of_bytes, accepts = over_bytes(pattern, what)
+def tables_of(pattern: str, tokens: list[bytes], stop: list[int]) -> Tables:
+    table_of_bytes, accepts = over_bytes(pattern)
     step, token_class = over_tokens(table_of_bytes, tokens)  # (n, classes), (V,)
     least = np.where(accepts, 0, NEVER).astype(np.int32)
     while (near := (least == NEVER) & (least[step].min(1) < NEVER)).any():
         least[near] = least[step[near]].min(1) + 1
     alive = least < NEVER
     if not alive[step[0]].any():
-        raise ValueError(f"{what} matches no text of the model's {len(tokens)} tokens but ''")
+        raise ValueError(f"matches no text of the model's {len(tokens)} tokens but ''")
     renamed = np.where(alive, START + np.cumsum(alive) - 1, DEAD)
     ends = np.where(accepts[alive], END, DEAD)
     columns = [np.zeros_like(ends), *renamed[step[alive]].T]  # no token, classes
@@ -103,7 +97,7 @@ def table(allowed: np.ndarray, token_class: np.ndarray, least: Any) -> Tables:
     return transition, same.reshape(-1)[token_class], np.array([NEVER, 0, *least], dtype=np.int32)
 
 
-def over_bytes(pattern: str, what: str) -> tuple[np.ndarray, np.ndarray]:
+def over_bytes(pattern: str) -> tuple[np.ndarray, np.ndarray]:
     """Next states (n, 256), and (n,) True if accepting; the first is the start, the last is dead.
 
     outlines-core 0.2.14 stops at the first match ("a|ab" never matches "ab"): a NUL follows the
@@ -114,13 +108,12 @@ def over_bytes(pattern: str, what: str) -> tuple[np.ndarray, np.ndarray]:
         import outlines_core as outlines
     except ImportError as e:
         raise ValueError(f"constraints need: pip install outlines-core ({e})") from e
-    begin = pattern[:1] == "^"
     pieces = [*PIECE.finditer(pattern)]
-    pieces = pieces[begin : len(pieces) - (pieces[begin:] != [] and pieces[-1][0] == "$")]
+    pieces = pieces[pattern[:1] == "^" :]
+    pieces = pieces[: len(pieces) - (pieces != [] and pieces[-1][0] == "$")]
     for piece in pieces:
         if UNSUPPORTED.fullmatch(piece[0]):
-            at = f"{piece[0]} at position {piece.start()}"
-            raise ValueError(f"{what}: {at} is not supported")
+            raise ValueError(f"{piece[0]} at position {piece.start()} is not supported")
     inside = "".join(piece[0] for piece in pieces)
     tokens = {bytes([b]): [b] for b in range(256)} | {bytes([0, b]): [256 + b] for b in range(256)}
 
@@ -131,7 +124,7 @@ def over_bytes(pattern: str, what: str) -> tuple[np.ndarray, np.ndarray]:
         check(inside)  # first: "a)(b" is an error, "(?:a)(b)" is not
         index = outlines.Index(f"\\x00(?:{inside})\\x00|", outlines.Vocabulary(512, tokens))
     except ValueError as e:
-        raise ValueError(f"{what}: {_fault(pattern, check) or e}") from e
+        raise ValueError(_fault(pattern, check) or e) from e
     found, finals = index.get_transitions(), index.get_final_states()
     if len(found) > STATES:
         raise MemoryError

@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from inference.graphs import KV_CACHES as KV_CACHES
 from inference.sampling import ENDED, Prompt
 from inference.serve import Scheduler
-
-if TYPE_CHECKING:
-    from model import GPT
+from model import GPT
 
 Prompts = Tensor | Sequence[Prompt] | str | Sequence[str]
 
@@ -26,12 +23,11 @@ def generate(model: GPT, idx: Prompts, max_new_tokens: int, **options: Any) -> A
     Returns (B, T + n) int64 for a tensor, an ended row's last token repeated; a list of (T_i +
     n_i,) int64 for a list; for texts whole texts, up to an end token or stop string.
     """
-    scheduler = _scheduler(model, idx, max_new_tokens, **options)
-    for _ in scheduler.tokens():
-        pass
+    scheduler = Scheduler(model, _several(idx), max_new_tokens, **options)
+    deque(scheduler.tokens(), maxlen=0)
     made: list[Any] = [
         torch.tensor([*row.prompt, *row.new], device=scheduler.device) if row.text is None
-        else "".join([row.text, *scheduler.pieces(row, row.new)])
+        else "".join([row.text, *row.pieces(row.new)])
         for row in scheduler.known
     ]  # fmt: skip
     if not isinstance(idx, Tensor):
@@ -49,7 +45,7 @@ def stream(model: GPT, idx: Prompts, max_new_tokens: int, **options: Any) -> Ite
     Yields (B,) int64 on the CPU; ENDED (-1) for a row that has ended.
     Raises ValueError: an option is out of range, a prompt is empty, or no match is short enough.
     """
-    scheduler = _scheduler(model, idx, max_new_tokens, **options)
+    scheduler = Scheduler(model, _several(idx), max_new_tokens, **options)
     # A prompt that waits for a shared prefix is a token late.
     ready: list[deque[int]] = [deque() for _ in scheduler.known]
     with closing(scheduler.tokens()) as tokens:
@@ -62,7 +58,5 @@ def stream(model: GPT, idx: Prompts, max_new_tokens: int, **options: Any) -> Ite
                 yield torch.tensor(got)
 
 
-def _scheduler(model: GPT, idx: Prompts, max_new_tokens: int, **options: Any) -> Scheduler:
-    prompts = [idx] if isinstance(idx, str) else idx
-    how: dict[str, Any] = {"kv_cache": "auto", "slots": max(1, len(prompts)), **options}
-    return Scheduler(model, prompts, max_new_tokens, **how)
+def _several(idx: Prompts) -> Tensor | Sequence[Prompt]:
+    return [idx] if isinstance(idx, str) else idx

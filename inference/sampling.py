@@ -11,18 +11,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from core.runtime import to_device
 from inference.constrain import END, Automaton
-
-if TYPE_CHECKING:
-    from model import GPT
-
-    Read = tuple[GPT, Tensor, Tensor | None, Any, int | None]
+from model import GPT
 
 ENDED = -1
 INVALID = -2  # NaN, or all -inf
@@ -109,24 +105,13 @@ def _each(given: Any) -> list[Any]:
     return [*given] if several and not isinstance(given, str) else [given]
 
 
-def check_prompt(index: int, prompt: Any, vocab_size: int) -> list[int]:
-    """The ids of a prompt. Raises ValueError."""
-    ids = torch.as_tensor(prompt)
-    valid = ids.dim() == 1 and len(ids) and ids.dtype != torch.bool and not ids.is_floating_point()
-    found: list[int] = ids.tolist() if valid else []
-    if not found or not 0 <= min(found) <= max(found) < vocab_size:
-        want = f"at least one token, integers (T,) from 0 to {vocab_size - 1}"
-        raise ValueError(f"prompt {index}: expected {want}, got {prompt!r:.60}")
-    return found
-
-
 class SamplingParams(NamedTuple):
     """Options as tensors: a graph would keep plain numbers as constants."""
 
-    temperature: Tensor | float = 1.0
-    top_k: int | None = None
-    top_p: Tensor | float | None = None
-    unused: Tensor | None = None
+    temperature: Tensor
+    top_k: int | None
+    top_p: Tensor | None
+    unused: Tensor | None
 
     @classmethod
     def on(cls, device: torch.device, options: Options) -> SamplingParams:
@@ -166,7 +151,7 @@ def sample_token(logits: Tensor, u: Tensor | None, params: SamplingParams) -> Te
     return torch.where(total > 0, at if order is None else order.gather(1, at), INVALID)[:, 0]
 
 
-def _likeliest(probs: Tensor, top_p: Tensor | float) -> tuple[Tensor, Tensor]:
+def _likeliest(probs: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
     """Sorted probabilities and ids (B, k) of the likeliest tokens, which sum to top_p or more."""
     if probs.device.type == "cpu" and probs.shape[-1] > 2048 and not torch.compiler.is_compiling():
         some, order = probs.topk(1024, dim=-1)  # faster than a sort
@@ -187,6 +172,7 @@ def uniform(device: torch.device, generator: torch.Generator | None) -> Iterator
     return chain.from_iterable(chain([first], iter(draw, None)))
 
 
+Read = tuple[GPT, Tensor, Tensor | None, Any, int | None]
 Texts = tuple[Processor, Tensor, Tensor]  # tokens (B, N), lengths (B,)
 How = tuple[SamplingParams, Automaton | None, Tensor | None, Tensor | None]
 Drawn = tuple[Tensor, Tensor | None, Tensor | None]

@@ -11,9 +11,8 @@ import inspect
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Sized
 from contextlib import closing
-from dataclasses import dataclass, field
 from itertools import count, islice, repeat
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,10 +24,8 @@ from inference.cache import Cache, DynamicCache, PagedCache, StaticCache, bucket
 from inference.constrain import combined
 from inference.pages import PagePool, pages_for
 from inference.sampling import ENDED, INVALID, Options, Prompt, SamplingParams, in_range, uniform
-from inference.texts import encode, has_stop, pieces
-
-if TYPE_CHECKING:
-    from model import GPT
+from inference.texts import Row, read
+from model import GPT
 
 T = TypeVar("T")
 PREFILL = 2048  # most tokens of a padded batch, unless one prompt has more
@@ -46,29 +43,10 @@ def stream(
     options: as in engine.stream(); kv_cache is "paged" by default.
     Raises ValueError: as engine.stream(), or a prompt needs more pages than the pool has.
     """
+    options = {"slots": 8, "kv_cache": "paged", **options}
     with closing(Scheduler(model, prompts, max_new_tokens, **options).tokens()) as tokens:
         for row, token in tokens:
             yield row.index, token
-
-
-@dataclass(eq=False)
-class Row:
-    index: int
-    text: str | None  # the prompt
-    prompt: list[int]
-    room: int  # most new tokens
-    random: Iterator[Tensor] | None
-    new: list[int] = field(default_factory=list)
-    slot: int = -1
-    ended: bool = False  # as far as the host knows
-
-    def __post_init__(self) -> None:
-        self.n = len(self.prompt)  # of the text, on the device too
-        self.most = self.n + self.room - 1  # that the model may read: all but the last
-
-    @property
-    def done(self) -> bool:
-        return self.ended or self.n > self.most
 
 
 Launched = tuple[Sequence[Row], Callable[[], list[list[int]]]]
@@ -77,9 +55,10 @@ Launched = tuple[Sequence[Row], Callable[[], list[list[int]]]]
 class Scheduler:
     def __init__(self, model: GPT, prompts: Iterable[Prompt], max_new_tokens: int | Iterable[int],
                  *, generator: torch.Generator | Iterable[torch.Generator] | None = None,
-                 slots: int = 8, kv_cache: str = "paged", compile: bool = False,
+                 slots: int | None = None, kv_cache: str = "auto", compile: bool = False,
                  n_pages: int | None = None, page_size: int = 16,
                  **options: Any) -> None:  # fmt: skip
+        """slots: None: a row for each prompt."""
         self.model, self.block_size = model, model.config.block_size
         self.device = model.transformer.wte.weight.device
         self.options = Options(**options)
@@ -87,24 +66,24 @@ class Scheduler:
         n = len(prompts) if isinstance(prompts, Sized) else None
         if n == 0:
             raise ValueError("expected at least one prompt of at least one token")
-        self.slots = min(in_range("slots", slots, 1), n or slots)
+        self.slots = in_range("slots", n if slots is None else slots, 1)
         rooms = _each("max_new_tokens", max_new_tokens, n)
         generators = _each("generator", generator, n)
         self.coming: Iterator[Row] = map(self._new_row, count(), prompts, rooms, generators)
         self.known: list[Row] = []  # if their number is known
-        longest = [self.block_size] * self.slots
+        constraint, longest = self.options.constraint, [self.block_size] * self.slots
         if n is not None:
+            self.slots = min(self.slots, n)
             self.known = [*self.coming]
             self.coming = iter(self.known)
             longest = sorted(min(row.most, self.block_size) for row in self.known)[-self.slots :]
+            if isinstance(constraint, Sequence):
+                constraint = [*islice(_each("constraint", constraint, n), n)]
         self.waiting: list[Row] = []
         self.rows: list[Row] = []  # in progress
         page_size = in_range("page_size", page_size, 1)
         self.kv_cache, self.graph = graphs.choose(model, kv_cache, compile, self.slots)
         self.params = SamplingParams.on(self.device, self.options)
-        constraint = self.options.constraint
-        if isinstance(constraint, Sequence) and n is not None:
-            constraint = [*islice(_each("constraint", constraint, n), n)]
         self.constraint = combined(constraint)
         if self.constraint is not None:
             self.constraint.to(self.device)
@@ -119,7 +98,7 @@ class Scheduler:
             self.cache = self._pages(enough if n_pages is None else n_pages, page_size)
         # On the device: texts and constraints' states by slot; slots and lengths (B,) of `batch`.
         self.texts = torch.zeros(self.slots, 1, dtype=torch.int64, device=self.device)
-        self.states = torch.zeros(self.slots, 2, dtype=torch.int64, device=self.device)
+        self.states = self.texts.expand(-1, 2).clone()
         self.batch: list[Row] = []  # of the last step
         self.slot = self.length = self.texts[:0, 0]
         self.longest = 0  # of self.length
@@ -128,13 +107,10 @@ class Scheduler:
     def _new_row(
         self, index: int, prompt: Prompt, new: int, generator: torch.Generator | None
     ) -> Row:
-        config, text = self.model.config, None
-        if isinstance(prompt, str):
-            tokenizer = sampling.needed(self.model.tokenizer, f"the prompt {prompt!r:.60}")
-            text, prompt = encode(prompt, tokenizer, config.block_size)
-        ids = sampling.check_prompt(index, prompt, config.vocab_size)
+        text, ids = read(index, prompt, self.model)
         random = uniform(self.device, generator) if self.options.temperature else None
-        return Row(index, text, ids, in_range("max_new_tokens", new, 0), random)
+        room = in_range("max_new_tokens", new, 0)
+        return Row(index, text, ids, room, random, self.options, self.model.tokenizer)
 
     def _pages(self, n_pages: int, page_size: int) -> PagedCache:
         config = self.model.config
@@ -155,8 +131,7 @@ class Scheduler:
         launched: deque[Launched] = deque()
         try:
             while True:
-                room = self.slots - len(self.rows) - len(self.waiting)
-                new = [*islice(self.coming, room)]
+                new = [*islice(self.coming, self.slots - len(self.rows) - len(self.waiting))]
                 self.waiting += [row for row in new if row.room]
                 yield from ((row, ENDED) for row in new if not row.room)
                 if not (new or self.waiting or self.rows or launched):
@@ -182,25 +157,12 @@ class Scheduler:
                     "logits_processor contain NaN, or all are -infinity"
                 )
             row.new.append(token)
-            row.ended = any(over) or len(row.new) == row.room or self.stops(row)
+            row.ended = any(over) or len(row.new) == row.room or row.stops()
         self._leave()
         for row in going:
             yield row, row.new[-1]
             if row.ended:
                 yield row, ENDED
-
-    def stops(self, row: Row) -> bool:
-        options, tokenizer, last = self.options, self.model.tokenizer, row.new[-1]
-        if row.text is not None and last in tokenizer.ends:
-            return True
-        if callable(options.stop):
-            return bool(options.stop(row.index, row.new))
-        stops = options.stop_strings
-        return last in options.stop_ids or has_stop(row.new, row.prompt, tokenizer, stops)
-
-    def pieces(self, row: Row, new: Iterable[int]) -> Iterator[str]:
-        stops = self.options.stop_strings
-        return pieces(new, self.model.tokenizer, row.text or "", row.prompt, stops)
 
     def _leave(self, interrupted: bool = False) -> None:
         done = [row for row in self.rows if row.done or interrupted]

@@ -1,18 +1,20 @@
-"""Texts to prompts, and new tokens to texts."""
+"""A text in progress: its prompt, its new tokens, its end."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from core.settings import UserError
 from data.schema import well_formed
-from data.tokenizer import CharTokenizer
-
-if TYPE_CHECKING:
-    from data.tokenizer import Tokenizer
+from data.tokenizer import CharTokenizer, Tokenizer
+from inference.sampling import Options, Prompt, needed
+from model import GPT
 
 log = logging.getLogger("nanoattn")
 
@@ -38,33 +40,74 @@ def encode(prompt: str, tokenizer: Tokenizer, block_size: int) -> tuple[str, lis
     return prompt, ids
 
 
-def pieces(new: Iterable[int], tokenizer: Tokenizer, prompt: str, ids: Sequence[int],
-           stops: Sequence[str]) -> Iterator[str]:  # fmt: skip
-    """The text of new tokens after a prompt's `ids`, up to an end token or stop string."""
-    known = (token for token in new if token not in tokenizer.ends)
-    found = tokenizer.stream_decode(known, ids if prompt else ())
-    if prompt[-1:].isspace() and not tokenizer.decode(ids)[-1:].isspace():
-        # The prompt's last space has no token (WordPiece).
-        found = chain([next(found, "").removeprefix(" ")], found)
-    held = ""
-    for piece in found:
-        held += piece
-        if ends := [at for stop in stops if (at := held.find(stop)) >= 0]:
-            yield held[: min(ends)]
-            return
-        begins = (n for n in range(len(held)) if any(s.startswith(held[n:]) for s in stops))
-        n = next(begins, len(held))
-        yield held[:n]
-        held = held[n:]
-    yield held
+def read(index: int, prompt: Prompt, model: GPT) -> tuple[str | None, list[int]]:
+    """A prompt's text, if it is one, and its ids. Raises ValueError."""
+    V, text = model.config.vocab_size, None
+    if isinstance(prompt, str):
+        tokenizer = needed(model.tokenizer, f"the prompt {prompt!r:.60}")
+        text, prompt = encode(prompt, tokenizer, model.config.block_size)
+    ids = torch.as_tensor(prompt)
+    valid = ids.dim() == 1 and len(ids) and ids.dtype != torch.bool and not ids.is_floating_point()
+    found: list[int] = ids.tolist() if valid else []
+    if not found or not 0 <= min(found) <= max(found) < V:
+        want = f"at least one token, integers (T,) from 0 to {V - 1}"
+        raise ValueError(f"prompt {index}: expected {want}, got {prompt!r:.60}")
+    return text, found
 
 
-def has_stop(new: Sequence[int], ids: Sequence[int], tokenizer: Tokenizer,
-             stops: Sequence[str]) -> bool:  # fmt: skip
-    if not stops:
-        return False
-    n = 4 * max(map(len, stops)) + 16  # at most 4 tokens a character
-    before = [*ids, *new[:-n]][-16:]  # for the spaces between tokens
-    known, text = tokenizer.decode(before), tokenizer.decode([*before, *new[-n:]])
-    begin = next((i for i, (a, b) in enumerate(zip(known, text)) if a != b), len(known))
-    return any(stop in text[begin:] for stop in stops)
+@dataclass(eq=False)
+class Row:
+    index: int
+    text: str | None  # the prompt
+    prompt: list[int]
+    room: int  # most new tokens
+    random: Iterator[Tensor] | None
+    options: Options
+    tokenizer: Tokenizer
+    new: list[int] = field(default_factory=list)
+    slot: int = -1
+    ended: bool = False  # as far as the host knows
+
+    def __post_init__(self) -> None:
+        self.n = len(self.prompt)  # of the text, on the device too
+        self.most = self.n + self.room - 1  # that the model may read: all but the last
+
+    @property
+    def done(self) -> bool:
+        return self.ended or self.n > self.most
+
+    def stops(self) -> bool:
+        """True if the last new token ends the text."""
+        stop, stops, last = self.options.stop, self.options.stop_strings, self.new[-1]
+        if self.text is not None and last in self.tokenizer.ends:
+            return True
+        if callable(stop):
+            return bool(stop(self.index, self.new))
+        if last in self.options.stop_ids or not stops:
+            return last in self.options.stop_ids
+        n = 4 * max(map(len, stops)) + 16  # at most 4 tokens a character
+        before = [*self.prompt, *self.new[:-n]][-16:]  # for the spaces between tokens
+        known = self.tokenizer.decode(before)
+        text = self.tokenizer.decode([*before, *self.new[-n:]])
+        begin = next((i for i, (a, b) in enumerate(zip(known, text)) if a != b), len(known))
+        return any(stop in text[begin:] for stop in stops)
+
+    def pieces(self, new: Iterable[int]) -> Iterator[str]:
+        """The text of new tokens, up to an end token or stop string."""
+        tokenizer, prompt, stops = self.tokenizer, self.text or "", self.options.stop_strings
+        known = (token for token in new if token not in tokenizer.ends)
+        found = tokenizer.stream_decode(known, self.prompt if prompt else ())
+        if prompt[-1:].isspace() and not tokenizer.decode(self.prompt)[-1:].isspace():
+            # The prompt's last space has no token (WordPiece).
+            found = chain([next(found, "").removeprefix(" ")], found)
+        held = ""
+        for piece in found:
+            held += piece
+            if ends := [at for stop in stops if (at := held.find(stop)) >= 0]:
+                yield held[: min(ends)]
+                return
+            begins = (n for n in range(len(held)) if any(s.startswith(held[n:]) for s in stops))
+            n = next(begins, len(held))
+            yield held[:n]
+            held = held[n:]
+        yield held

@@ -19,7 +19,7 @@ from torch import Tensor
 import data
 from core.cpu import int8
 from inference import constrain, engine, serve
-from inference.engine import KV_CACHES
+from inference.graphs import KV_CACHES
 from inference.sampling import ENDED, Options, SamplingParams, Stats, sample_token, uniform
 from model import GPT
 
