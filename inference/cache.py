@@ -1,11 +1,6 @@
-"""KV caches (docs/GENERATE.md).
+"""KV caches: step = cache.reserve(T), model(idx, cache=step), step.advance() (docs/GENERATE.md).
 
-cache = DynamicCache(12, max_len=1024)
-step = cache.reserve(64)
-logits, _ = model(prompt, cache=step)  # each layer calls step.layer(layer).append(k, v)
-step.advance()
-
-append() stores k and v (B, Tq, Hkv, D), and returns what the kernel reads.
+step.layer(n).append(k, v) stores k and v (B, Tq, Hkv, D), and returns what the kernel reads.
 """
 
 from __future__ import annotations
@@ -38,11 +33,8 @@ class Cache:
         return sum(t.nbytes for t in (*self.k, *self.v))
 
     def reserve(self, T: int, counts: Numbers = None, rows: Numbers = None) -> Any:
-        """Begin a step of T columns, until its advance(). Raises ValueError: a text exceeds the
-        cache.
-
-        counts: tokens of each row, the rest is padding (None: T); rows: of a paged step.
-        """
+        """Begin a step of T columns. ValueError: a text exceeds the cache. counts: tokens of each
+        row, the rest is padding (None: T); rows: of a paged step."""
         return None
 
     def length(self, row: int) -> int:
@@ -168,9 +160,8 @@ class Layer:
     layer: int
 
     def append(self, k: Tensor, v: Tensor) -> Appended:
-        step, cache = self.step, self.step.cache
+        step, cache, kind = self.step, self.step.cache, self.step.cache.kinds[self.layer]
         seen = cache.read(step, self.layer, k, v)
-        kind = cache.kinds[self.layer]
         known = {} if torch.compiler.is_compiling() else step.known
         if kind not in known:
             known[kind] = cache.slots(step, kind, k.shape[1]).flatten()
@@ -224,7 +215,7 @@ class StaticCache(Cache):
 
     def reserve(self, T: int, counts: Numbers = None, rows: Numbers = None) -> Step:
         counts = (T,) * len(self.lengths) if counts is None else tuple(counts)
-        after = [n + m for n, m in zip(self.lengths, counts, strict=True) if m]
+        after = (n + m for n, m in zip(self.lengths, counts, strict=True) if m)
         if (longest := max(after, default=1)) > self.max_len:
             raise ValueError(f"{longest} tokens do not fit into a cache of {self.max_len}")
         if counts != self.counts:

@@ -1,15 +1,14 @@
 """Decode steps as CUDA graphs, and the static caches that they write to.
 
-A graph holds numbers and the addresses of weights and cache: key() has them all. Other tensors are
-copied into its buffers, outside the graphs' shared pool, which is freed with its last graph.
+A graph holds numbers and the addresses of weights and cache: its key has them all. Other tensors
+are copied into its buffers, outside the graphs' shared pool, which is freed with its last graph.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import cache as memoize
 from typing import Any, NamedTuple
@@ -66,18 +65,18 @@ def run(model: GPT, kind: str | None, function: Callable[..., Any], args: tuple[
         function = compiled(function)
     if kind is None or not possible(model.transformer.wte.weight.device):
         return function(*args)
-    graphs = _captured.setdefault(model, OrderedDict())
-    at = key(function, args), of_call
+    graphs, leaves = _captured.setdefault(model, OrderedDict()), tree_flatten(args)[0]
+    at = function, of_call, *map(_key, leaves)
     if at not in graphs:
         graphs[at], result = capture(function, args)
-        while len(graphs) > MOST:
+        if len(graphs) > MOST:
             graphs.popitem(last=False)
         return result
     graphs.move_to_end(at)
     graph = graphs[at]
     if graph.replay is None:
         return function(*args)
-    torch._foreach_copy_(graph.inputs, [x for x in tree_flatten(args)[0] if isinstance(x, Tensor)])
+    torch._foreach_copy_(graph.inputs, [x for x in leaves if isinstance(x, Tensor)])
     graph.replay()
     return graph.outputs
 
@@ -117,15 +116,12 @@ def give_back(model: GPT, cache: Cache) -> None:
     if isinstance(cache, StaticCache) and cache.key:
         idle = _idle.setdefault(model, OrderedDict())
         idle[cache.key] = cache
-        while len(idle) > MOST_IDLE:
+        if len(idle) > MOST_IDLE:
             idle.popitem(last=False)
 
 
-def key(function: Callable[..., Any], args: tuple[Any, ...]) -> Hashable:
-    return function, *map(_of_leaf, tree_flatten(args)[0])
-
-
-def _of_leaf(x: Any) -> Hashable:
+def _key(x: Any) -> Hashable:
+    """Of a leaf of a call's arguments."""
     if isinstance(x, Tensor):
         return x.shape, x.dtype, x.device
     if isinstance(x, Step):
@@ -151,8 +147,7 @@ def capture(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Captur
         fixed = [x.clone() if isinstance(x, Tensor) else x for x in leaves]
     inputs = [x for x in fixed if isinstance(x, Tensor)]
     device = inputs[0].device
-    with side_stream(device):  # compiles before the capture
-        result = function(*tree_unflatten(fixed, tree))
+    result = warm_up(lambda: function(*tree_unflatten(fixed, tree)), device)
     with torch.inference_mode(False):
         outputs = tree_map_only(Tensor, torch.empty_like, result)
 
@@ -184,24 +179,21 @@ def _side(device: torch.device) -> tuple[torch.cuda.Stream, Any]:
     return torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
 
 
-@contextmanager
-def side_stream(device: torch.device) -> Iterator[None]:
+def warm_up(step: Callable[[], Any], device: torch.device) -> Any:
+    """Call step() on the capture's stream, so that it compiles before."""
     if device.type != "cuda":
-        yield
-        return
+        return step()
     stream, current = _side(device)[0], torch.cuda.current_stream(device)
     stream.wait_stream(current)
     with torch.cuda.stream(stream):
-        yield
+        result = step()
     current.wait_stream(stream)
+    return result
 
 
 def record(step: Callable[[], None], device: torch.device) -> Callable[[], None]:
     """Capture step(); return a function that launches it."""
     graph, (stream, pool) = torch.cuda.CUDAGraph(), _side(device)
-    with (
-        torch.cuda.device(device),
-        torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"),
-    ):
+    with torch.cuda.device(device), torch.cuda.graph(graph, pool, stream, "thread_local"):
         step()
     return graph.replay

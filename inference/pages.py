@@ -18,11 +18,10 @@ import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
-class OutOfPages(RuntimeError):
-    pass
+class OutOfPages(RuntimeError): ...
 
 
 def pages_for(tokens: int, page_size: int, window: int | None = None) -> int:
@@ -82,7 +81,7 @@ class _Pages:
 class _Sequence:
     names: list[bytes]  # of full pages
     length: int  # stored tokens; the pages can hold more
-    pages: dict[int | None, list[int]] = field(default_factory=dict)  # of each window
+    pages: dict[int | None, list[int]]  # of each window
 
 
 class PagePool:
@@ -107,10 +106,10 @@ class PagePool:
 
     def pages(self, seq: int, window: int | None = None) -> tuple[int, ...]:
         """Pages of a sequence; 0: no later token sees it."""
-        return tuple(self._sequence(seq).pages[window])
+        return tuple(self._sequences[seq].pages[window])
 
     def length(self, seq: int) -> int:
-        return self._sequence(seq).length
+        return self._sequences[seq].length
 
     def new(self, tokens: Sequence[int] = ()) -> int:
         """Return a sequence's number: the last one freed, or the next. The last of `tokens` is not
@@ -118,17 +117,16 @@ class PagePool:
         names, n = self._names(tokens), max(0, len(tokens) - 1) // self.page_size
         while (least := min(pages.prefix(names, n) for pages in self._of.values())) < n:
             n = least
-        new = _Sequence(names, n * self.page_size)
+        length, held = n * self.page_size, {}
         for window, pages in self._of.items():
-            first = pages.first(new.length)
-            new.pages[window] = [0] * first + [pages.share(name) for name in names[first:n]]
+            first = pages.first(length)
+            held[window] = [0] * first + [pages.share(name) for name in names[first:n]]
         seq = self._numbers.pop() if self._numbers else len(self._sequences)
-        self._sequences[seq] = new
+        self._sequences[seq] = _Sequence(names, length, held)
         return seq
 
     def free(self, seq: int) -> None:
-        ended = self._sequence(seq)
-        del self._sequences[seq]
+        ended = self._sequences.pop(seq)
         self._numbers.append(seq)
         for window, pages in self._of.items():
             for page in reversed(ended.pages[window]):
@@ -136,23 +134,22 @@ class PagePool:
 
     def grow(self, counts: Mapping[int, int]) -> None:
         """Reserve room: sequence -> new tokens. Raises OutOfPages, with nothing changed."""
-        missing: list[tuple[_Pages, list[int], int]] = []
+        missing = {}  # none, if an earlier step has left some
         for window, pages in self._of.items():
             for seq, n in counts.items():
-                of = self._sequence(seq)
-                held = of.pages[window]  # perhaps more, of an earlier step
-                missing.append((pages, held, pages_for(of.length + n, self.page_size) - len(held)))
-            needed = sum(max(0, n) for _, _, n in missing[-len(counts) :])
-            if needed > len(pages.free):
-                free = len(pages.free)
+                of = self._sequences[seq]
+                end = pages_for(of.length + n, self.page_size)
+                missing[window, seq] = max(0, end - len(of.pages[window]))
+            needed, free = sum(missing[window, seq] for seq in counts), len(pages.free)
+            if needed > free:
                 raise OutOfPages(f"out of KV cache pages: {needed} needed, {free} free")
-        for pages, held, n in missing:
-            held += [pages.take() for _ in range(n)]
+        for (window, seq), n in missing.items():
+            self._sequences[seq].pages[window] += [self._of[window].take() for _ in range(n)]
 
     def advance(self, counts: Mapping[int, int]) -> None:
         """Count the tokens of grow() as stored; free pages that nothing sees."""
         for seq, n in counts.items():
-            of = self._sequence(seq)
+            of = self._sequences[seq]
             before, of.length = of.length, of.length + n
             full = range(before // self.page_size, of.length // self.page_size)
             for window, pages in self._of.items():
@@ -162,11 +159,6 @@ class PagePool:
                 for i in range(pages.first(before), pages.first(of.length)):
                     pages.release(numbers[i])
                     numbers[i] = 0
-
-    def _sequence(self, seq: int) -> _Sequence:
-        if seq not in self._sequences:
-            raise ValueError(f"no sequence {seq}")
-        return self._sequences[seq]
 
     def _names(self, tokens: Sequence[int]) -> list[bytes]:
         name, found = b"", []
