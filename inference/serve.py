@@ -226,17 +226,16 @@ class Scheduler:
 
     def _fit(self, rows: Sequence[Row], pool: PagePool) -> bool:
         for window, n in pool.n_pages.items():
-            room, needed = n - 1, 0
+            room = n - 1
             if window is None:  # shared pages are held to the end
                 room = pool.n_free() + sum(len(pool.pages(row.slot)) for row in rows)
             for row in rows:
                 stored = min(row.most, self.block_size)
-                read = len(row.prompt) if row.n == len(row.prompt) else 1
-                if row.most > self.block_size:  # it slides: read again in each step
-                    read = stored
+                slides = row.most > self.block_size  # read again in each step
+                once = stored if slides else row.n if row.n == len(row.prompt) else 1
                 kept = pages_for(stored, pool.page_size, window)
-                needed += max(kept, pages_for(read, pool.page_size))
-            if needed > room:
+                room -= max(kept, pages_for(once, pool.page_size))
+            if room < 0:
                 return False
         return True
 
@@ -316,19 +315,16 @@ class Scheduler:
 
     def _forward(self, function: Callable[..., T], rows: Sequence[Row], *args: object) -> T:
         """function(read, *args); read: next_logits()'s."""
-        pool = self.cache.pool
+        pool, first = self.cache.pool, self.batch.index(rows[0])
+        slot, end = (t[first : first + len(rows), None] for t in (self.slot, self.length))
         counts = [0 if row.done else self._reads(row) for row in rows]
-        T, last = max(counts), None
-        if self.decoding and T == 1 and len(rows) == len(self.batch):
-            idx = self.texts[self.slot[:, None], self.length[:, None] - 1]
-        else:
-            left = isinstance(self.cache, DynamicCache)
-            begin = [row.n - (T if left else n) for row, n in zip(rows, counts)]
-            numbers = [row.slot for row in rows], begin, [max(0, n - 1) for n in counts]
-            slot, at, last = self._on_device(numbers)[:, :, None]  # (B, 1) each
+        T, last, at = max(counts), None, end - max(counts)  # (B, 1)
+        if 1 < T > min(counts) and not isinstance(self.cache, DynamicCache):  # padded on the right
+            n = self._on_device(counts)[:, None]
+            last, at = (n - 1).clamp(min=0), end - n
+        if T > 1:
             at = (at + torch.arange(T, device=self.device)).clamp(0, self.texts.shape[1] - 1)
-            idx = self.texts[slot, at]
-            last = None if left or min(counts) == T else last
+        idx = self.texts[slot, at]
         for row in rows:
             if pool is not None and row.n > self.block_size:
                 pool.free(row.slot)
