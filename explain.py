@@ -37,7 +37,7 @@ class ExplainConfig:
     head: int | None = None  # of that layer
     html: str | None = None  # none: explain.html in out_dir, or here with --init_from
     text: bool = False  # print to the terminal instead
-    json: str | None = None  # file for the numbers too (viewer/document.py)
+    json: str | None = None  # file for the numbers too (explain.py, viewer/document.py)
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of weights and computation
     device: str = "auto"  # auto, cpu, cuda, cuda:1, mps
 
@@ -58,7 +58,7 @@ from core.files import printable, write_at_once
 from core.runtime import describe, explained, show_log
 from data.tokenizer import Tokenizer
 from model import GPT
-from viewer.document import About, Document, maps, tiles, token_of, watched
+from viewer.document import Document, maps, tiles, token_of, watched
 from viewer.page import as_text
 from viewer.page import render as as_page
 
@@ -111,8 +111,8 @@ def explain(model: GPT, tokenizer: Tokenizer, config: ExplainConfig, source: str
     heads = range(c.n_head) if config.head is None else [config.head]
     _, layer, head = min((found["entropy"][n][h], n, h) for n in layers for h in heads)
     _, spec, chosen = model.plan(grad=False, segments=segments is not None)[0]
-    about: About = {
-        "source": source,
+    about = {
+        "source": source,  # of the weights
         "n_layer": c.n_layer,
         "n_head": c.n_head,
         "n_kv_head": c.kv_heads,
@@ -125,8 +125,8 @@ def explain(model: GPT, tokenizer: Tokenizer, config: ExplainConfig, source: str
         "refused": [{"name": name, "why": list(why)} for name, why in chosen.rejected.items()],
         "prompt": prompt,
         "tokens": [token_of(id_, pieces) for id_ in ids],
-        "segments": segments,
-        "windows": list(c.windows),
+        "segments": segments,  # of each token, or null
+        "windows": list(c.windows),  # of each layer, in keys that a query sees
         "layer": layer,
         "head": head,
         "notes": notes,

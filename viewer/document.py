@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, TypedDict
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,89 +27,34 @@ MOST_SCORES = 1_000_000  # stored, 4 MB
 COMPONENTS = 4  # of v and out
 EARLY = 8  # queries that see few keys: low entropy in any head
 
-
-class Packed(TypedDict):
-    dtype: str  # uint8, uint16, float32
-    shape: list[int]
-    data: str  # base64, little endian, row by row
+Json = dict[str, Any]
+Document = Json  # "about" of explain.py, "maps" and "tiles"
 
 
-class Token(TypedDict):
-    id: int
-    text: str  # bytes of an incomplete character as <E2 80>
-    label: str  # with visible spaces and line breaks
-
-
-class About(TypedDict):
-    source: str  # of the weights
-    n_layer: int
-    n_head: int
-    n_kv_head: int
-    head_dim: int
-    n_params: int
-    device: str
-    dtype: str
-    backend: str
-    announced: str
-    refused: list[dict[str, Any]]  # name, and why: a list of reasons
-    prompt: str
-    tokens: list[Token]
-    segments: list[int] | None  # of each token
-    windows: list[int | None]  # of each layer, in keys that a query sees
-    layer: int
-    head: int
-    notes: list[str]
-
-
-class Agreement(TypedDict):
-    """A layer's output compared with manual in float64."""
-
-    error: float  # largest difference
-    allowed: float
-    agrees: bool
-    heads: list[float]
-
-
-class Maps(TypedDict):
-    """P = softmax(Q K^T / sqrt(D))."""
-
-    weights: Packed  # (L, H, T (T + 1) / 2): the lower triangle of P, times levels
-    levels: int  # 65535 or 255
-    seen: list[list[list[int]]]  # of each layer: [first, stop) of each query's keys
-    layers: list[Agreement]
-    entropy: list[list[float]]  # in nats, of each layer and head: the mean over later queries
-
-
-class Tiles(TypedDict):
-    """Inputs of the recurrence over tiles, for the first N tokens and C of D components."""
-
-    scores: Packed  # (L, H, N (N + 1) / 2) float32: the lower triangle of S, -inf where masked
-    v: Packed  # (L, Hkv, N, C) float32
-    out: Packed  # (L, H, N, C) float32
-
-
-class Document(TypedDict):
-    about: About
-    maps: Maps
-    tiles: Tiles
-
-
-def token_of(id_: int, pieces: list[bytes]) -> Token:
+def token_of(id_: int, pieces: list[bytes]) -> Json:
     """`pieces`: the bytes of each id."""
     piece = pieces[id_]
     try:
         text = piece.decode() if piece else "<end of text>"
     except UnicodeDecodeError:  # part of a character
         text = f"<{piece.hex(' ').upper()}>"
-    return {"id": id_, "text": text, "label": text.translate(str.maketrans(" \n\t\r", "␣⏎⇥␍"))}
+    return {
+        "id": id_,
+        "text": text,  # bytes of an incomplete character as <E2 80>
+        "label": text.translate(str.maketrans(" \n\t\r", "␣⏎⇥␍")),
+    }
 
 
-def pack(a: np.ndarray) -> Packed:
-    data = base64.b64encode(a.astype(a.dtype.newbyteorder("<")).tobytes()).decode()
-    return {"dtype": str(a.dtype), "shape": list(a.shape), "data": data}
+def pack(a: np.ndarray) -> Json:
+    return {
+        "dtype": str(a.dtype),  # uint8, uint16, float32
+        "shape": list(a.shape),
+        # Little endian, row by row.
+        "data": base64.b64encode(a.astype(a.dtype.newbyteorder("<")).tobytes()).decode(),
+    }
 
 
-def unpack(packed: Packed) -> np.ndarray:
+def unpack(packed: Json) -> np.ndarray:
     a = np.frombuffer(base64.b64decode(packed["data"]), np.dtype(packed["dtype"]).newbyteorder("<"))
     return a.reshape(packed["shape"]).astype(packed["dtype"])
 
@@ -122,8 +67,8 @@ class Call:
     """A layer's attention, of one sequence."""
 
     q: Tensor  # (1, T, H, D)
-    k: Tensor  # (1, Tk, Hkv, D)
-    v: Tensor  # (1, Tk, Hkv, D)
+    k: Tensor  # (1, T, Hkv, D)
+    v: Tensor  # (1, T, Hkv, D)
     out: Tensor  # (1, T, H, D)
     spec: Spec
     options: dict[str, Tensor]  # attend()'s: segments (1, T) int32, alibi_slopes (H,)
@@ -153,44 +98,48 @@ def watched(model: GPT) -> Iterator[list[Call]]:
             h.remove()
 
 
-def maps(calls: list[Call]) -> Maps:
+def maps(calls: list[Call]) -> Json:
+    """P = softmax(Q K^T / sqrt(D))."""
     T = calls[0].q.shape[1]
-    lower = torch.tril_indices(T, T)
+    i, j = torch.tril_indices(T, T)
     P = [weights(call).cpu() for call in calls]
-    cells = np.stack([x[:, lower[0], lower[1]].numpy() for x in P])
+    cells = np.stack([x[:, i, j].numpy() for x in P])
     levels, kind = (65535, np.uint16) if cells.size <= FINE else (255, np.uint8)
     late = slice(min(EARLY, T // 2), None)
     return {
+        # (L, H, T (T + 1) / 2): the lower triangle of P, times levels
         "weights": pack(np.rint(cells * levels).astype(kind)),
         "levels": levels,
-        "seen": [seen(T, call) for call in calls],
+        "seen": [seen(call) for call in calls],  # of each layer and query
         "layers": [agreement(call) for call in calls],
+        # In nats, of each layer and head: the mean over later queries.
         "entropy": [torch.special.entr(x[:, late]).sum(dim=-1).mean(dim=-1).tolist() for x in P],
     }
 
 
-def tiles(calls: list[Call]) -> Tiles:
-    """The scores of all heads, and some components of v and out."""
+def tiles(calls: list[Call]) -> Json:
+    """Inputs of the recurrence over tiles, for the first N tokens and C of D components."""
     T, H = calls[0].q.shape[1:3]
     pairs = MOST_SCORES // (len(calls) * H)
     N = min(T, (math.isqrt(8 * pairs + 1) - 1) // 2)  # N (N + 1) / 2 pairs
     i, j = torch.tril_indices(N, N)
 
-    def some(tensors: list[Tensor]) -> Packed:
+    def some(tensors: list[Tensor]) -> Json:
         found = [t[0, :N, :, :COMPONENTS].transpose(0, 1).float().cpu() for t in tensors]
         return pack(torch.stack(found).numpy())
 
     return {
+        # (L, H, N (N + 1) / 2) float32: the lower triangle of S, -inf where masked
         "scores": pack(torch.stack([scores(call, N)[:, i, j] for call in calls]).numpy()),
-        "v": some([call.v for call in calls]),
-        "out": some([call.out for call in calls]),
+        "v": some([call.v for call in calls]),  # (L, Hkv, N, C) float32
+        "out": some([call.out for call in calls]),  # (L, H, N, C) float32
     }
 
 
 def scores(call: Call, N: int) -> Tensor:
     """S of each head, (H, N, N) float32: tiled's only tile of that size."""
     found: list[Tensor] = []
-    options: dict[str, Any] = {name: t.cpu() for name, t in call.options.items()}
+    options: Json = {name: t.cpu() for name, t in call.options.items()}
     if "segments" in options:
         options["segments"] = (options["segments"][:, :N],) * 2
     q, k, v = (t[:, :N].float().cpu() for t in (call.q, call.k, call.v))
@@ -205,15 +154,16 @@ def weights(call: Call) -> Tensor:
     return attention.weights(call.q.float(), call.k.float(), spec, **call.options)[0]
 
 
-def seen(T: int, call: Call) -> list[list[int]]:
+def seen(call: Call) -> list[list[int]]:
     """[first, stop) of the keys that each query sees."""
-    segments = call.options.get("segments", torch.zeros(1, T, dtype=torch.int32)).cpu()
-    sees = masks.mask(T, T, call.spec.window, segments, torch.device("cpu"))[0, 0]
+    T, segments = call.q.shape[1], call.options.get("segments")
+    sees = masks.mask(T, T, call.spec.window, segments, call.q.device)[0, 0].cpu()
     first, count = sees.int().argmax(dim=1), sees.sum(dim=1)
     return [[int(a), int(a + n)] for a, n in zip(first, count, strict=True)]
 
 
-def agreement(call: Call) -> Agreement:
+def agreement(call: Call) -> Json:
+    """The output compared with manual in float64."""
     device = "cpu" if call.q.device.type == "mps" else call.q.device  # Metal has no float64
     q, k, v = (t.to(device).double() for t in (call.q, call.k, call.v))
     options = {name: t.to(device) for name, t in call.options.items()}
