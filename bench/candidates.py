@@ -22,7 +22,7 @@ from core.optimizer import build_optimizer
 from core.options import TrainConfig
 from core.runtime import Setup, dtype_name
 from core.settings import UserError, user_errors
-from inference import engine
+from inference import engine, graphs
 from inference.sampling import Stats
 from model import GPT, GPTConfig
 
@@ -169,9 +169,8 @@ class Ours(Candidate):
     def chosen(self, cache: str | None = None) -> list[Resolution]:
         if cache is None:
             return [self.to_train]
+        cache, _ = graphs.choose(self.model, cache, compile=False)
         page = 16 if cache == "paged" else None
-        if cache == "auto":
-            cache = "static" if self.job.device.type == "cuda" else "dynamic"
         return [self.model.plan(grad=False, cache=cache, page_size=page)[0].chosen]
 
     def step(self, x: Tensor, y: Tensor, micro: int, mark: Mark) -> Tensor:
