@@ -16,7 +16,7 @@ from pathlib import Path
 from bench import ROOT, Json, report, tables
 from bench.parts import model_of
 from bench.record import verify
-from bench.tables import Row
+from bench.tables import Row, heads
 from core.runtime import decide_residual
 
 FOLDER = ROOT / "bench" / "records"
@@ -102,12 +102,12 @@ def heading(row: Row, part: Json) -> str:
     m, p, s, dtype = model_of(part), row["point"], part["settings"], part["machine"]["dtype"]
     if row["mode"] == "kernel":
         window = f", window {p['window']}" if p["window"] else ""
-        return f"{heads(p['H'], p['Hkv'], p['D'])}{window}, {dtype}"
+        return heads(p["H"], p["Hkv"], f" heads of {p['D']}") + f"{window}, {dtype}"
     windows = ", ".join(str(w or "none") for w in dict.fromkeys(m.windows))
     kind, wanted = part["machine"]["kind"], s.get("residual_dtype", "float32")
     words = {
         part.get("hf", {}).get("name", ""): "hf" in part,
-        f"{m.n_layer} layers, {m.n_embd} wide, {heads(m.n_head, m.kv_heads)}": True,
+        f"{m.n_layer} layers, {m.n_embd} wide, {heads(m.n_head, m.kv_heads, ' heads')}": True,
         f"vocabulary {m.vocab_size:,}": True,
         f"window {windows}": windows != "none",
         dtype: True,
@@ -118,10 +118,6 @@ def heading(row: Row, part: Json) -> str:
         f"{s.get('steps')} steps": row["mode"] == "converge",
     }
     return ", ".join(word for word, on in words.items() if on)
-
-
-def heads(H: int, Hkv: int, D: int = 0) -> str:
-    return f"{H} heads{f' of {D}' if D else ''}{f' ({Hkv} for keys)' if Hkv != H else ''}"
 
 
 def work(row: Row, part: Json) -> Line:

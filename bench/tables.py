@@ -101,9 +101,8 @@ def cache(row: Row) -> str:
     return point["cache"] + (f" with {with_}" if with_ else "")
 
 
-def heads(row: Row) -> str:
-    H, Hkv = row["point"]["H"], row["point"]["Hkv"]
-    return f"{H}" if Hkv == H else f"{H} ({Hkv} for keys)"
+def heads(H: int, Hkv: int, word: str = "") -> str:
+    return f"{H}{word}" + (f" ({Hkv} for keys)" if Hkv != H else "")
 
 
 FORMATS: list[tuple[Callable[[Any], str], dict[str, str]]] = [  # title: field of a row
@@ -122,7 +121,7 @@ FORMATS: list[tuple[Callable[[Any], str], dict[str, str]]] = [  # title: field o
 COLUMNS = {
     "B": Column("B", lambda r: r.get("batch_size", r["point"]["B"])),
     "T": Column("T", lambda r: r["point"]["T"]),
-    "H": Column("H", heads),
+    "H": Column("H", lambda r: heads(r["point"]["H"], r["point"]["Hkv"])),
     "D": Column("D", lambda r: r["point"]["D"]),
     "window": Column("window", lambda r: r["point"]["window"]),
     "prompt": Column("prompt", lambda r: r["point"]["P"]),

@@ -17,7 +17,7 @@ import attention
 from core.settings import UserError
 from course.lab.__main__ import main
 from course.lab.training import PLAYS, RECALL, VOCABULARY, build, recalled, sequences
-from course.lab.variants import VARIANTS, delta
+from course.lab.variants import VARIANTS, chunked, recurrent
 from model import GPT, GPTConfig, rope_rates
 
 C, H, D, T = 32, 4, 8, 11
@@ -141,7 +141,7 @@ def inputs(length: int) -> tuple[Tensor, ...]:
 
 @pytest.mark.parametrize("length", [1, 31, 32, 70])
 def test_the_delta_rule_in_chunks_is_the_recurrent_one(length) -> None:
-    slow, fast = (f(*inputs(length)) for f in (delta.recurrent, delta.chunked))
+    slow, fast = (f(*inputs(length)) for f in (recurrent, chunked))
     assert torch.allclose(slow, fast, atol=1e-12)
 
 
@@ -152,7 +152,7 @@ def test_the_delta_rule_is_qwen3_nexts() -> None:
     q, *rest = inputs(70)
     theirs = [t.transpose(1, 2).float() for t in (q * D**0.5, *rest)]  # which scales q
     out = qwen.torch_recurrent_gated_delta_rule(*theirs)[0].transpose(1, 2).double()
-    assert torch.allclose(out, delta.chunked(q, *rest), atol=1e-4)
+    assert torch.allclose(out, chunked(q, *rest), atol=1e-4)
 
 
 @pytest.mark.parametrize("name", [n for n in VARIANTS if n != "delta"])

@@ -22,6 +22,7 @@ from typing import Literal
 import torch
 from pydantic import PositiveFloat, PositiveInt
 
+from core.files import write_at_once
 from core.settings import UserError, check_fields, did_you_mean, exit_on_user_error, read
 from course import figures
 from course.lab import training
@@ -41,7 +42,7 @@ TITLES = {name: name.replace("_", " ") for name in VARIANTS} | {
 class LabConfig:
     """Variants of attention: cost, loss on the plays, recall."""
 
-    variants: tuple[str, ...] = (*VARIANTS,)  # of course/lab/variants
+    variants: tuple[str, ...] = (*VARIANTS,)  # of course/lab/variants.py
     tasks: tuple[TaskName, ...] = TASKS  # recall: of key-value pairs; plays: loss; speed: tokens/s
     seeds: PositiveInt = 3  # trainings of each variant and task
     scale: PositiveFloat = 1.0  # of the number of steps: 0.1 is a quick try
@@ -92,7 +93,7 @@ def run(config: LabConfig, content: Json, path: Path) -> None:
     with pool:  # Ctrl-C ends the trainings
         for n, row in enumerate(pool.imap_unordered(training.train, jobs), 1):
             content["rows"].append(row)
-            path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            write_at_once(path, json.dumps(content, indent=1) + "\n")
             found = f"loss {row['loss']:.3f}" if "loss" in row else ", ".join(
                 f"{pairs} pairs {part:.0%}" for pairs, part in row["recalled"].items())
             print(f"[{n} of {len(jobs)}, {time.perf_counter() - began:.0f} s] {row['variant']} "
@@ -100,7 +101,7 @@ def run(config: LabConfig, content: Json, path: Path) -> None:
     if "speed" in config.tasks:
         print("tokens per second", flush=True)
         content["speed"] |= training.speeds(config.variants, config.attention_backend)
-        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        write_at_once(path, json.dumps(content, indent=1) + "\n")
 
 
 def spread(values: Iterable[float], digits: str) -> str:

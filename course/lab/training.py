@@ -21,8 +21,7 @@ from torch import Tensor, nn
 
 from core.flops import mean_keys
 from core.optimizer import build_optimizer, set_learning_rate, update
-from course.lab.variant import replace_attention
-from course.lab.variants import VARIANTS
+from course.lab.variants import VARIANTS, replace_attention
 from data.loader import Batches, eval_batches, find, load, read_meta
 from model import GPT, GPTConfig
 
