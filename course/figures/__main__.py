@@ -13,12 +13,12 @@ import sys
 from collections.abc import Callable, Sequence
 
 from core.settings import UserError, exit_on_user_error
-from course.figures import pages_1_to_5, pages_6_to_11, plan
+from course.figures import pages_1_to_5, pages_6_to_11
 
 # A function whose arguments all have defaults.
 FIGURES: dict[str, Callable[..., str]] = {
     name: make
-    for part in (pages_1_to_5, pages_6_to_11, plan)
+    for part in (pages_1_to_5, pages_6_to_11)
     for name, make in vars(part).items()
     if inspect.isfunction(make)
     and make.__module__ == part.__name__

@@ -1,4 +1,4 @@
-"""The backward pass, fused kernels, rings, RoPE."""
+"""The backward pass, fused kernels, rings, RoPE; the tables of docs/PLAN.md."""
 
 from __future__ import annotations
 
@@ -12,11 +12,18 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from attention import BACKENDS, Ring, Spec, visible
 from attention.tiled import BLOCK_M, BLOCK_N, blocks, wholly_masked
+from bench import plan as planned
+from bench import tables
+from bench.plan import Cluster, Job, Plan
+from core import flops
 from core.gpus import datasheet_tflops
 from core.settings import UserError
-from course.figures import Row, figure, of
+from course.figures import Row, figure, of, table
 from course.figures.pages_1_to_5 import trace_of
 from model import GPTConfig, rope_rates, rotate
+
+H200 = Cluster("bfloat16", flops.Peak(989.4, "datasheet"), 989.4, 4.8e12, 141e9, 8, 450e9, 50e9)
+WAYS = [("ddp", 1), ("fsdp", 1), ("hybrid", 1), ("fsdp", 8)]
 
 
 def backward_flops(T: int = 512, D: int = 64) -> str:
@@ -164,3 +171,23 @@ def rope(
         scores = {f"q · k at {n:,}": f"{q @ k:.2f}" for n, q in zip(distances, qs)}
         rows.append({"pair": pair, **turns, **scores})
     return figure(of("float32", "for any B and T", D=D), rows)
+
+
+def plan(what: int = 1, T: int = 8192, gpus: int = 16) -> str:
+    """docs/PLAN.md: 1 memory, 2 bytes sent, 3 time, of GPT-2 124M on H200s."""
+    model = GPTConfig(block_size=T, bias=False)
+    plans = [Plan(Job(model, 4 * gpus, 4, residual=2), H200, way, gpus, N) for way, N in WAYS]
+    rows = [planned.row(p) for p in plans]
+    return tables.markdown(planned.sections(rows)[what - 1][1])
+
+
+def saved(T: int = 8192) -> str:
+    """docs/PLAN.md: bytes that a token of GPT-2 124M leaves for the backward pass."""
+    rows = []
+    for dtype, residual in (("float32", 4), ("bfloat16", 2)):
+        job = Job(GPTConfig(block_size=T, bias=False), 4, 4, residual=residual)
+        layer, ends = Plan(job, Cluster(dtype, H200.peak, 1, 1, 1, 8, 1, 1), "ddp", 1, 1).per_token
+        sizes = {"a layer": layer, "around them": ends, "of 12 layers": 12 * layer + ends,
+                 "with gradient checkpointing": 12 * residual * 768 + layer + ends}
+        rows.append({"dtype": dtype, **{title: f"{n:,}" for title, n in sizes.items()}})
+    return table(rows)
