@@ -1,6 +1,7 @@
 """KV caches: step = cache.reserve(T), model(idx, cache=step), step.advance() (docs/GENERATE.md).
 
 step.layer(n).append(k, v) stores k and v (B, Tq, Hkv, D), and returns what the kernel reads.
+windows: keys that a query sees in each layer, itself included; None: all.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from core.runtime import to_device
 from inference.pages import PagePool
 
 Numbers = Sequence[int] | None
+Windows = Sequence[int | None]
 Appended = tuple[Tensor, Tensor, StaticView | PagedView | None]  # keys, values, view of them
 
 
@@ -70,11 +72,9 @@ class DynamicLayer:
 class DynamicCache(Cache):
     """Buffers that double when full. Prompts are padded on the left. ::
 
-        pad = (2, 0)     tokens         segments
-        row 0            . . a b c      0 0 1 1 1
-        row 1            d e f g h      1 1 1 1 1
-
-    windows: keys that a query sees in each layer, itself included; None: all.
+    pad = (2, 0)     tokens         segments
+    row 0            . . a b c      0 0 1 1 1
+    row 1            d e f g h      1 1 1 1 1
     """
 
     kind = "dynamic"
@@ -82,9 +82,9 @@ class DynamicCache(Cache):
     pos: Tensor  # (T,) or, with padding, (B, T) int64
     segments: Tensor | None = None  # (B, Tk) int32, 0: padding; None: no padding
 
-    def __init__(self, n_layer: int, *, max_len: int, windows: Sequence[int | None] = (),
-                 pad: Numbers = None, device: str | torch.device = "cpu") -> None:  # fmt: skip
-        kept = [min(window or max_len, max_len) for window in windows or [None] * n_layer]
+    def __init__(self, windows: Windows, max_len: int, pad: Numbers = None,
+                 device: str | torch.device = "cpu") -> None:  # fmt: skip
+        kept = [min(window or max_len, max_len) for window in windows]
         self.max_len, self.widest, self.device = max_len, max(kept), device
         self.layers = [DynamicLayer(window, max_len) for window in kept]
         self.pads = tuple(pad) if pad and any(pad) else ()
@@ -190,12 +190,12 @@ class StaticCache(Cache):
 
     key: Hashable = None  # of inference/graphs.py
 
-    def __init__(self, n_layer: int, batch: int, max_len: int, n_kv_head: int, head_dim: int, *,
-                 windows: Sequence[int | None] = (), in_order: bool = False,
-                 in_buckets: bool = True, dtype: torch.dtype = torch.float32,
+    def __init__(self, windows: Windows, batch: int, max_len: int, n_kv_head: int, head_dim: int,
+                 *, in_order: bool = False, in_buckets: bool = True,
+                 dtype: torch.dtype = torch.float32,
                  device: str | torch.device = "cpu") -> None:  # fmt: skip
         self.max_len, self.in_order, self.in_buckets = max_len, in_order, in_buckets
-        self.kinds = [min(window or max_len, max_len) for window in windows or [None] * n_layer]
+        self.kinds = [min(window or max_len, max_len) for window in windows]
         shapes = [(batch, slots + 1, n_kv_head, head_dim) for slots in self.kinds]
         self.k = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
         self.v = [torch.empty_like(k) for k in self.k]
@@ -267,12 +267,12 @@ class PagedCache(Cache):
 
     pool: PagePool
 
-    def __init__(self, n_layer: int, n_kv_head: int, head_dim: int, *,
+    def __init__(self, windows: Windows, n_kv_head: int, head_dim: int, *,
                  n_pages: Mapping[int | None, int], page_size: int,
-                 windows: Sequence[int | None] = (), dtype: torch.dtype = torch.float32,
+                 dtype: torch.dtype = torch.float32,
                  device: str | torch.device = "cpu") -> None:  # fmt: skip
-        self.kinds = tuple(windows) or (None,) * n_layer
-        shapes = [(n_pages[window], page_size, n_kv_head, head_dim) for window in self.kinds]
+        self.kinds = windows
+        shapes = [(n_pages[window], page_size, n_kv_head, head_dim) for window in windows]
         self.k = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
         self.v = [torch.zeros_like(k) for k in self.k]
         self.pool = PagePool(n_pages, page_size)  # last: what cannot fit is an error at once

@@ -48,17 +48,14 @@ class Automaton(nn.Module):
             self.register_buffer(name, torch.from_numpy(array))
         self.shortest = np.where((transition == END).any(1), least, onward)
 
-    def start(self, rows: Sequence[int], left: Sequence[int]) -> Tensor:
-        """First states (B, 2) of rows with left[b] tokens. UserError: too few."""
-        if self.starts is not None and max(rows) >= len(self.starts):
+    def start(self, row: int, room: int) -> Tensor:
+        """First state (1, 2) of a row with room for so many tokens. UserError: too few."""
+        if self.starts is not None and row >= len(self.starts):
             raise UserError("constraint: fewer values than prompts")
-        states = []
-        for row, room in zip(rows, left, strict=True):
-            state = START if self.starts is None else self.starts[row]
-            if 0 < room < (n := self.shortest[state]):
-                raise UserError(f"the shortest match has {n} tokens, max_new_tokens is {room}")
-            states.append([state, min(max(1, room), NEVER)])
-        return to_device(torch.tensor(states), self.transition.device)
+        state = START if self.starts is None else self.starts[row]
+        if 0 < room < (n := self.shortest[state]):
+            raise UserError(f"the shortest match has {n} tokens, max_new_tokens is {room}")
+        return to_device(torch.tensor([[state, min(max(1, room), NEVER)]]), self.transition.device)
 
     def forward(self, logits: Tensor, state: Tensor) -> Tensor:
         """Logits (B, V), -inf for forbidden tokens, finite for others."""

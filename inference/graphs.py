@@ -105,8 +105,8 @@ def static_cache(model: GPT, B: int, max_len: int, graph: str | None) -> StaticC
         return static
     with torch.inference_mode(False):  # else its tensors are read-only
         static = StaticCache(
-            config.n_layer, B, max_len, config.kv_heads, config.head_dim, windows=config.windows,
-            in_order=config.position == "alibi", in_buckets=not bounded, dtype=dtype, device=device,
+            config.windows, B, max_len, config.kv_heads, config.head_dim, dtype=dtype,
+            device=device, in_order=config.position == "alibi", in_buckets=not bounded,
         )  # fmt: skip
     static.key = key if graph and possible(device) else None
     return static

@@ -120,9 +120,8 @@ class Scheduler:
             sizes[window] = n_pages if window is None else min(n_pages, 1 + kept + prefill)
         self.stats.all_pages = sum(n - 1 for n in sizes.values())
         return PagedCache(
-            config.n_layer, config.kv_heads, config.head_dim, n_pages=sizes, page_size=page_size,
-            windows=config.windows, dtype=getattr(torch, self.model.phase().dtype),
-            device=self.device,
+            config.windows, config.kv_heads, config.head_dim, n_pages=sizes, page_size=page_size,
+            dtype=getattr(torch, self.model.phase().dtype), device=self.device,
         )  # fmt: skip
 
     @torch.no_grad()
@@ -201,10 +200,8 @@ class Scheduler:
         if self.kv_cache == "none" or longest == T + 1 or self.block_size <= T:
             return Cache()
         if self.kv_cache == "dynamic":
-            return DynamicCache(
-                config.n_layer, max_len=self.block_size, windows=config.windows,
-                pad=[T - row.n for row in rows], device=self.device,
-            )  # fmt: skip
+            pad = [T - row.n for row in rows]
+            return DynamicCache(config.windows, self.block_size, pad, self.device)
         # Rounded up: other lengths reuse the graphs.
         max_len = bucket(longest, self.block_size)
         return graphs.static_cache(self.model, len(rows), max_len, self.graph)
@@ -248,7 +245,7 @@ class Scheduler:
         self.texts[slot] = row.prompt[0]
         self.texts[slot, : row.n] = self._on_device(row.prompt)
         if self.constraint is not None:
-            self.states[slot] = self.constraint.start([row.index], [row.room])[0]
+            self.states[slot] = self.constraint.start(row.index, row.room)
 
     def _widen(self, n: int) -> None:
         if (more := bucket(n) - self.texts.shape[1]) > 0:

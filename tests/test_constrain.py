@@ -60,7 +60,7 @@ def matches(pattern: str, pieces: Iterable[bytes]) -> bool:
 
 def all_texts(automaton: Automaton, vocabulary: Vocabulary, left: int) -> set[tuple[int, ...]]:
     """Every text as tokens, without the end."""
-    ended, going = set(), [((), automaton.start([0], [left]))]
+    ended, going = set(), [((), automaton.start(0, left))]
     while going:
         text, state = going.pop()
         assert len(text) < left
@@ -97,7 +97,7 @@ def test_the_texts_are_those_that_python_matches(pattern, parts, left, n_ends) -
         return
     if not expected:
         with pytest.raises(UserError, match="shortest"):
-            automaton.start([0], [left])
+            automaton.start(0, left)
         return
     goes_on = set() if n_ends else {ids[:n] for ids in expected for n in range(len(ids))}
     assert all_texts(automaton, vocabulary, left) == expected - goes_on

@@ -144,7 +144,7 @@ def by_hand(model: GPT, prompts: list[Tensor], n: int, generator: Any = None, st
     found: list[list[int]] = []
     for b, (prompt, limit) in enumerate(zip(prompts, limits)):
         text, new, over = prompt.tolist(), list[int](), n == 0
-        state = limit and limit.start([0], [n])
+        state = limit and limit.start(0, n)
         while not over:
             logits = model(torch.tensor([text[-model.config.block_size :]]))[0][:, -1, :V]
             if logits_processor:

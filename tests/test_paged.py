@@ -63,12 +63,12 @@ def empty(spec: Spec, lengths: Sequence[int], device: str) -> Any:
     shape, dtype = (spec.n_kv_head, spec.head_dim), getattr(torch, spec.dtype)
     if spec.page_size is None:
         slots = min(spec.window or max(lengths) + 3, max(lengths) + 3)
-        cache: Any = StaticCache(1, len(lengths), max(lengths) + 3, *shape, windows=[spec.window],
+        cache: Any = StaticCache([spec.window], len(lengths), max(lengths) + 3, *shape,
                                  in_order=spec.alibi, dtype=dtype, device=device)
         assert cache.nbytes == 2 * len(lengths) * (slots + 1) * math.prod(shape) * dtype.itemsize
     else:
         n_pages = sum(-(-T // spec.page_size) for T in lengths) + 3
-        cache = PagedCache(1, *shape, n_pages={spec.window: n_pages}, windows=[spec.window],
+        cache = PagedCache([spec.window], *shape, n_pages={spec.window: n_pages},
                            page_size=spec.page_size, dtype=dtype, device=device)
         taken = [cache.pool.new() for _ in range(n_pages - 1)]
         cache.pool.grow(dict.fromkeys(taken, spec.page_size))
