@@ -39,9 +39,6 @@ class Cache:
         row, the rest is padding (None: T); rows: of a paged step."""
         return None
 
-    def length(self, row: int) -> int:
-        return 0
-
 
 class DynamicLayer:
     """At least the last window - 1 tokens of a layer."""
@@ -94,9 +91,6 @@ class DynamicCache(Cache):
     @property
     def nbytes(self) -> int:
         return sum(layer.kv.nbytes for layer in self.layers if layer.kv is not None)
-
-    def length(self, row: int) -> int:
-        return max(0, self.stored - (self.pads[row] if self.pads else 0))
 
     def reserve(self, T: int, counts: Numbers = None, rows: Numbers = None) -> DynamicCache:
         """counts[b] is 0 for a row that has ended."""
@@ -210,9 +204,6 @@ class StaticCache(Cache):
         self.lengths = [0] * len(self.start)  # `start`, on the host
         self.counts = (0,) * len(self.start)
 
-    def length(self, row: int) -> int:
-        return self.lengths[row]
-
     def reserve(self, T: int, counts: Numbers = None, rows: Numbers = None) -> Step:
         counts = (T,) * len(self.lengths) if counts is None else tuple(counts)
         after = (n + m for n, m in zip(self.lengths, counts, strict=True) if m)
@@ -276,9 +267,6 @@ class PagedCache(Cache):
         self.k = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
         self.v = [torch.zeros_like(k) for k in self.k]
         self.pool = PagePool(n_pages, page_size)  # last: what cannot fit is an error at once
-
-    def length(self, row: int) -> int:
-        return self.pool.length(row)
 
     def reserve(self, T: int, counts: Numbers = None, rows: Numbers = None) -> Step:
         """Raises as PagePool.grow()."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,11 +17,9 @@ from torch import Tensor
 
 from core.runtime import to_device
 from core.settings import UserError, user_errors
+from data.tokenizer import Tokenizer
 from inference import automaton
 from inference.automaton import DEAD, END, NEVER, START
-
-if TYPE_CHECKING:
-    from data.tokenizer import Tokenizer
 
 
 class Automaton(nn.Module):

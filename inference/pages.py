@@ -18,7 +18,6 @@ import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 
 class OutOfPages(RuntimeError): ...
@@ -30,11 +29,21 @@ def pages_for(tokens: int, page_size: int, window: int | None = None) -> int:
     return n if window is None else min(n, (window - 2) // page_size + 2)
 
 
+def names_of(tokens: Sequence[int], page_size: int) -> list[bytes]:
+    name, found = b"", []
+    for end in range(page_size, len(tokens) + 1, page_size):
+        ids = array("q", tokens[end - page_size : end])
+        name = hashlib.blake2b(name + ids.tobytes(), digest_size=16).digest()
+        found.append(name)
+    return found
+
+
 class _Pages:
     """Pages 1 .. n - 1 of the layers with one window; None: no window."""
 
     def __init__(self, n: int, page_size: int, window: int | None) -> None:
         self.size, self.window = page_size, window
+        self.held: dict[int, list[int]] = {}  # by each sequence
         self.holders = [0] * n  # sequences that hold each page
         self.free = OrderedDict.fromkeys(range(1, n))
         self.page_named: dict[bytes, int] = {}
@@ -77,13 +86,6 @@ class _Pages:
             self.name_of[page], self.page_named[name] = name, page
 
 
-@dataclass
-class _Sequence:
-    names: list[bytes]  # of full pages
-    length: int  # stored tokens; the pages can hold more
-    pages: dict[int | None, list[int]]  # of each window
-
-
 class PagePool:
     """A step is grow(), the model's writes, advance().
 
@@ -95,7 +97,8 @@ class PagePool:
             raise ValueError(f"n_pages must be at least 2 (page 0 is not used), got {least}")
         self.n_pages, self.page_size = dict(n_pages), page_size
         self._of = {window: _Pages(n, page_size, window) for window, n in n_pages.items()}
-        self._sequences: dict[int, _Sequence] = {}
+        self._lengths: dict[int, int] = {}  # stored tokens; the pages can hold more
+        self._names: dict[int, list[bytes]] = {}  # of full pages
         self._numbers: list[int] = []  # of ended sequences
 
     def n_free(self, window: int | None = None) -> int:
@@ -106,64 +109,53 @@ class PagePool:
 
     def pages(self, seq: int, window: int | None = None) -> tuple[int, ...]:
         """Pages of a sequence; 0: no later token sees it."""
-        return tuple(self._sequences[seq].pages[window])
+        return tuple(self._of[window].held[seq])
 
     def length(self, seq: int) -> int:
-        return self._sequences[seq].length
+        return self._lengths[seq]
 
     def new(self, tokens: Sequence[int] = ()) -> int:
         """Return a sequence's number: the last one freed, or the next. The last of `tokens` is not
         shared: its logits need a prefill."""
-        names, n = self._names(tokens), max(0, len(tokens) - 1) // self.page_size
+        names, n = names_of(tokens, self.page_size), max(0, len(tokens) - 1) // self.page_size
         while (least := min(pages.prefix(names, n) for pages in self._of.values())) < n:
             n = least
-        length, held = n * self.page_size, {}
-        for window, pages in self._of.items():
-            first = pages.first(length)
-            held[window] = [0] * first + [pages.share(name) for name in names[first:n]]
-        seq = self._numbers.pop() if self._numbers else len(self._sequences)
-        self._sequences[seq] = _Sequence(names, length, held)
+        seq = self._numbers.pop() if self._numbers else len(self._lengths)
+        self._names[seq], self._lengths[seq] = names, n * self.page_size
+        for pages in self._of.values():
+            first = pages.first(n * self.page_size)
+            pages.held[seq] = [0] * first + [pages.share(name) for name in names[first:n]]
         return seq
 
     def free(self, seq: int) -> None:
-        ended = self._sequences.pop(seq)
+        del self._names[seq], self._lengths[seq]
         self._numbers.append(seq)
-        for window, pages in self._of.items():
-            for page in reversed(ended.pages[window]):
+        for pages in self._of.values():
+            for page in reversed(pages.held.pop(seq)):
                 pages.release(page)
 
     def grow(self, counts: Mapping[int, int]) -> None:
         """Reserve room: sequence -> new tokens. Raises OutOfPages, with nothing changed."""
-        missing = {}  # none, if an earlier step has left some
-        for window, pages in self._of.items():
-            for seq, n in counts.items():
-                of = self._sequences[seq]
-                end = pages_for(of.length + n, self.page_size)
-                missing[window, seq] = max(0, end - len(of.pages[window]))
-            needed, free = sum(missing[window, seq] for seq in counts), len(pages.free)
-            if needed > free:
+        ends = {seq: pages_for(self._lengths[seq] + n, self.page_size) for seq, n in counts.items()}
+        for pages in self._of.values():
+            # An earlier step may have left some.
+            needed = sum(max(0, end - len(pages.held[seq])) for seq, end in ends.items())
+            if needed > (free := len(pages.free)):
                 raise OutOfPages(f"out of KV cache pages: {needed} needed, {free} free")
-        for (window, seq), n in missing.items():
-            self._sequences[seq].pages[window] += [self._of[window].take() for _ in range(n)]
+        for pages in self._of.values():
+            for seq, end in ends.items():
+                pages.held[seq] += [pages.take() for _ in range(len(pages.held[seq]), end)]
 
     def advance(self, counts: Mapping[int, int]) -> None:
         """Count the tokens of grow() as stored; free pages that nothing sees."""
         for seq, n in counts.items():
-            of = self._sequences[seq]
-            before, of.length = of.length, of.length + n
-            full = range(before // self.page_size, of.length // self.page_size)
-            for window, pages in self._of.items():
-                numbers = of.pages[window]
-                for i, name in zip(full, of.names[full.start :]):
+            before, after = self._lengths[seq], self._lengths[seq] + n
+            self._lengths[seq] = after
+            full = range(before // self.page_size, after // self.page_size)
+            for pages in self._of.values():
+                numbers = pages.held[seq]
+                for i, name in zip(full, self._names[seq][full.start :]):
                     pages.give_name(numbers[i], name)
-                for i in range(pages.first(before), pages.first(of.length)):
+                for i in range(pages.first(before), pages.first(after)):
                     pages.release(numbers[i])
                     numbers[i] = 0
-
-    def _names(self, tokens: Sequence[int]) -> list[bytes]:
-        name, found = b"", []
-        for end in range(self.page_size, len(tokens) + 1, self.page_size):
-            ids = array("q", tokens[end - self.page_size : end])
-            name = hashlib.blake2b(name + ids.tobytes(), digest_size=16).digest()
-            found.append(name)
-        return found

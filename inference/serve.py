@@ -28,11 +28,12 @@ from inference.texts import Row, read
 from model import GPT
 
 T = TypeVar("T")
+Prompts = str | Iterable[Prompt]
 PREFILL = 2048  # most tokens of a padded batch, unless one prompt has more
 
 
 def stream(
-    model: GPT, prompts: Iterable[Prompt], max_new_tokens: int | Iterable[int], **options: Any
+    model: GPT, prompts: Prompts, max_new_tokens: int | Iterable[int], **options: Any
 ) -> Iterator[tuple[int, int]]:
     """Continue prompts, `slots` at a time; yield a prompt's number and its next token, at the end
     ENDED (-1).
@@ -53,7 +54,7 @@ Launched = tuple[Sequence[Row], Callable[[], list[list[int]]]]
 
 
 class Scheduler:
-    def __init__(self, model: GPT, prompts: Iterable[Prompt], max_new_tokens: int | Iterable[int],
+    def __init__(self, model: GPT, prompts: Prompts, max_new_tokens: int | Iterable[int],
                  *, generator: torch.Generator | Iterable[torch.Generator] | None = None,
                  slots: int | None = None, kv_cache: str = "auto", compile: bool = False,
                  n_pages: int | None = None, page_size: int = 16,
@@ -63,6 +64,7 @@ class Scheduler:
         self.device = model.transformer.wte.weight.device
         self.options = Options(**options)
         self.options.fit(model.config.vocab_size, model.tokenizer)
+        prompts = [prompts] if isinstance(prompts, str) else prompts
         n = len(prompts) if isinstance(prompts, Sized) else None
         if n == 0:
             raise ValueError("expected at least one prompt of at least one token")
@@ -176,6 +178,8 @@ class Scheduler:
     def _drop_cache(self) -> None:
         graphs.give_back(self.model, self.cache)
         self.cache = Cache()
+        for row in self.rows:
+            row.stored = 0
 
     # --- admission ---
 
@@ -213,13 +217,14 @@ class Scheduler:
             if not self._fit([*self.rows, row], pool):
                 pool.free(slot)
                 break
-            n = pool.length(slot) + pool.page_size
+            row.stored = pool.length(slot)
+            n = row.stored + pool.page_size
             new = (other.prompt for other in self.rows if other.n == len(other.prompt))
             if n < len(shared) and any(other[:n] == shared[:n] for other in new):
                 pool.free(slot)  # the other computes a page to share
                 continue
             self._begin(row, slot)
-            self.stats.shared_pages += pool.length(slot) // pool.page_size
+            self.stats.shared_pages += row.stored // pool.page_size
 
     def _fit(self, rows: Sequence[Row], pool: PagePool) -> bool:
         for window, n in pool.n_pages.items():
@@ -308,7 +313,7 @@ class Scheduler:
     def _reads(self, row: Row) -> int:
         if row.n > self.block_size:
             return self.block_size
-        return row.n - self.cache.length(row.slot)
+        return row.n - row.stored
 
     def _forward(self, function: Callable[..., T], rows: Sequence[Row], *args: object) -> T:
         """function(read, *args); read: next_logits()'s."""
@@ -332,6 +337,8 @@ class Scheduler:
         made = self._run(function, (self.model, idx, last, step, self.options.vocab_size), *args)
         if step is not None:
             step.advance()
+            for row, new in zip(rows, counts):
+                row.stored += new
         return made
 
     def _run(self, function: Callable[..., T], *args: object) -> T:

@@ -26,26 +26,20 @@ def default_prompt(tokenizer: Tokenizer) -> str:
     return "\n" if tokenizer.encode("\n") else ""
 
 
-def encode(prompt: str, tokenizer: Tokenizer, block_size: int) -> tuple[str, list[int]]:
-    """The prompt and its ids; for an empty one eot or default_prompt(). Raises UserError."""
-    if not prompt and tokenizer.eot is None:
-        prompt = default_prompt(tokenizer)
-    ids = [*tokenizer.begin, *tokenizer.encode(well_formed(prompt))]
-    if not ids and not prompt and tokenizer.eot is not None:
-        ids = [tokenizer.eot]
-    if not ids:
-        raise UserError(f"the prompt {prompt!r} has no tokens")
-    if len(ids) > block_size:
-        log.warning(f"a prompt has {len(ids)} tokens: only the last {block_size} are read")
-    return prompt, ids
-
-
 def read(index: int, prompt: Prompt, model: GPT) -> tuple[str | None, list[int]]:
-    """A prompt's text, if it is one, and its ids. Raises ValueError."""
-    V, text = model.config.vocab_size, None
+    """A prompt's text, if it is one, and its ids; for an empty text eot or default_prompt(). Raises
+    ValueError."""
+    V, T, text = model.config.vocab_size, model.config.block_size, None
     if isinstance(prompt, str):
         tokenizer = needed(model.tokenizer, f"the prompt {prompt!r:.60}")
-        text, prompt = encode(prompt, tokenizer, model.config.block_size)
+        text = prompt if prompt or tokenizer.eot is not None else default_prompt(tokenizer)
+        prompt = [*tokenizer.begin, *tokenizer.encode(well_formed(text))]
+        if not prompt and not text and tokenizer.eot is not None:
+            prompt = [tokenizer.eot]
+        if not prompt:
+            raise UserError(f"the prompt {text!r} has no tokens")
+        if len(prompt) > T:
+            log.warning(f"a prompt has {len(prompt)} tokens: only the last {T} are read")
     ids = torch.as_tensor(prompt)
     valid = ids.dim() == 1 and len(ids) and ids.dtype != torch.bool and not ids.is_floating_point()
     found: list[int] = ids.tolist() if valid else []
@@ -66,6 +60,7 @@ class Row:
     tokenizer: Tokenizer
     new: list[int] = field(default_factory=list)
     slot: int = -1
+    stored: int = 0  # tokens in the cache
     ended: bool = False  # as far as the host knows
 
     def __post_init__(self) -> None:
