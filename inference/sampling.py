@@ -169,7 +169,7 @@ def uniform(device: torch.device, generator: torch.Generator | None) -> Iterator
         return to_device(torch.rand(64, 1, generator=generator, dtype=dtype, device=on), device)
 
     first = draw()  # at once: rows with one generator draw in order
-    return chain.from_iterable(chain([first], iter(draw, None)))
+    return (block[i] for block in chain([first], iter(draw, None)) for i in range(len(block)))
 
 
 Read = tuple[GPT, Tensor, Tensor | None, Any, int | None]

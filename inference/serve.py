@@ -90,10 +90,12 @@ class Scheduler:
         if self.constraint is not None:
             self.constraint.to(self.device)
         # With a parameter `lengths` (docs/GENERATE.md) its numbers are the graph's: one a call.
-        self.processor = self.options.logits_processor
-        called = getattr(self.processor, "forward", self.processor)
-        self.in_step = called is None or "lengths" in inspect.signature(called).parameters
-        self.of_call = object() if called is not None and self.in_step else None
+        processor = self.options.logits_processor
+        called = getattr(processor, "forward", processor)
+        inside = called is not None and "lengths" in inspect.signature(called).parameters
+        self.in_step = processor if inside else None
+        self.between = None if inside else processor
+        self.of_call = object() if inside else None
         self.stats, self.cache = self.options.stats, Cache()
         if self.kv_cache == "paged":
             enough = 1 + max(1, sum(pages_for(n, page_size) for n in longest))
@@ -275,16 +277,16 @@ class Scheduler:
         u = [next(row.random) for row in rows if row.random is not None]
         state = None if self.constraint is None else self.states[self.slot]
         how = self.params, self.constraint, state, torch.cat(u) if u else None
-        processor, texts = self.processor, None
-        if processor is not None and self.in_step:
-            texts = processor, self.texts[self.slot], self.length
-        if len(groups) == 1 and self.in_step:
+        texts = None
+        if self.in_step is not None:
+            texts = self.in_step, self.texts[self.slot], self.length
+        if len(groups) == 1 and self.between is None:
             token, after, over = self._forward(sampling.next_token, rows, how, texts)
         else:
             logits = torch.cat([self._forward(sampling.next_logits, group) for group in groups])
-            if processor is not None and not self.in_step:
-                lengths = [row.n for row in rows]
-                logits = sampling.process_rows(processor, self.texts[self.slot], logits, lengths)
+            if self.between is not None:
+                lengths, read = [row.n for row in rows], self.texts[self.slot]
+                logits = sampling.process_rows(self.between, read, logits, lengths)
             token, after, over = self._run(sampling.sample_step, logits, how, texts)
         self.texts[self.slot, self.length] = token.clamp(min=0)  # INVALID is for the host
         if after is not None:
