@@ -19,7 +19,7 @@ from pathlib import Path
 import explain
 from core.settings import UserError, exit_on_user_error, read
 from course import ROOT
-from course.notebook import CODE, REPOSITORY, without_marks
+from course.build import CODE, REPOSITORY, without_marks
 
 PROMPT = "To be, or not to be, that is the question"
 
