@@ -1,6 +1,7 @@
 // Maps of every layer and head, whether the kernel agrees, and the start of the page.
 
-const map = { layer: about.layer, head: about.head, query: T - 1, key: null };
+// pinned: the query chosen by a click or key; pointing shows another one.
+const map = { layer: about.layer, head: about.head, query: T - 1, key: null, pinned: T - 1 };
 const mapView = { cell: 0, left: 0, top: 0 };
 const packed = unpack(maps.weights);
 const sees = (layer, i, j) => j >= maps.seen[layer][i][0] && j < maps.seen[layer][i][1];
@@ -34,6 +35,32 @@ function thumbnails() {
   onKeys(box, { ArrowLeft: () => move(0, -1), ArrowRight: () => move(0, 1),
     ArrowUp: () => move(-1, 0), ArrowDown: () => move(1, 0) });
   return buttons;
+}
+
+/** The tokens as a row of buttons. */
+function tokenStrip() {
+  const { tokens, segments } = about;
+  const box = $("map-tokens");
+  const chips = tokens.map((token, i) => h("button", {
+    type: "button", tabindex: -1, "aria-label": `Token ${i}, ${token.label}`,
+    onclick: () => pin(i), onfocus: () => pin(i),
+    onpointerenter: (e) => e.pointerType === "mouse" && lookAt(i),
+  }, h("b", {}, token.label), h("small", { "aria-hidden": "true" })));
+  box.addEventListener("pointerleave", () => lookAt(map.pinned));
+  chips.forEach((chip, i) => {
+    if (segments && segments[i] !== segments[i - 1]) {
+      box.append(h("span", { class: "cut" }, `document ${segments[i]}`));
+    }
+    box.append(chip);
+    if (tokens[i].text.endsWith("\n")) box.append(h("hr", { "aria-hidden": "true" }));
+  });
+  const to = (i) => {
+    pin(i); // the chip may already have the focus
+    chips[map.pinned].focus();
+  };
+  onKeys(box, { ArrowLeft: () => to(map.pinned - 1), ArrowRight: () => to(map.pinned + 1),
+    Home: () => to(0), End: () => to(T - 1) });
+  return chips;
 }
 
 function drawMap() {
@@ -108,7 +135,8 @@ function axes(c, left, top, cell, letters) {
 function drawQuery() {
   const { layer, head, query } = map;
   $("query-title").textContent = `Where token ${query}, ${quote(about.tokens[query])}, looks`;
-  strip.chips.forEach((chip, j) => {
+  chips.forEach((chip, j) => {
+    chip.tabIndex = j === query ? 0 : -1;
     const [cell, under] = chip.children;
     const seen = sees(layer, query, j);
     const hidden = j <= query && !seen;
@@ -121,7 +149,9 @@ function drawQuery() {
     const percent = w >= 0.005 ? String(Math.round(100 * w)) : "·";
     under.replaceChildren(seen ? num(100 * w, percent) : "");
   });
-  strip.go(query);
+  const { offsetTop, offsetHeight, parentElement: box } = chips[query];
+  const top = offsetTop - box.offsetTop; // scroll the strip, not the page
+  box.scrollTop = clamp(box.scrollTop, top + offsetHeight - box.clientHeight + 8, top - 8);
 }
 
 function drawMaps(chosen = {}) {
@@ -169,24 +199,25 @@ function lookAt(query, key = null) {
     : `${token(query)} looks at ${token(key)}: ${given}`;
 }
 
+function pin(query, key = null) {
+  map.pinned = clamp(query, 0, T - 1);
+  lookAt(map.pinned, key);
+}
+
 function listenToMap() {
   const canvas = $("map");
-  /** Look at the cell of an event, if there is one. */
-  const point = (e, pin) => {
+  /** Call show() with the cell of an event, if there is one. */
+  const point = (e, show) => {
     const box = canvas.getBoundingClientRect();
     const i = Math.floor((e.clientY - box.top - mapView.top) / mapView.cell);
     const j = Math.floor((e.clientX - box.left - mapView.left) / mapView.cell);
-    if (i < 0 || i >= T || (!pin && i === map.query && j === map.key)) return;
-    if (pin) strip.pinned = i;
-    lookAt(i, j >= 0 && j < T ? j : null);
+    if (i < 0 || i >= T || (show === lookAt && i === map.query && j === map.key)) return;
+    show(i, j >= 0 && j < T ? j : null);
   };
-  canvas.addEventListener("pointermove", (e) => point(e, false));
-  canvas.addEventListener("pointerdown", (e) => point(e, true));
-  canvas.addEventListener("pointerleave", (e) => e.pointerType === "mouse" && lookAt(strip.pinned));
-  const go = (i, j) => {
-    strip.pinned = clamp(i, 0, T - 1);
-    lookAt(strip.pinned, j === null ? null : clamp(j, 0, T - 1));
-  };
+  canvas.addEventListener("pointermove", (e) => point(e, lookAt));
+  canvas.addEventListener("pointerdown", (e) => point(e, pin));
+  canvas.addEventListener("pointerleave", (e) => e.pointerType === "mouse" && lookAt(map.pinned));
+  const go = (i, j) => pin(i, j === null ? null : clamp(j, 0, T - 1));
   onKeys(canvas, {
     ArrowUp: () => go(map.query - 1, map.key), ArrowDown: () => go(map.query + 1, map.key),
     Home: () => go(0, map.key), End: () => go(T - 1, map.key),
@@ -219,7 +250,7 @@ function opening() {
 
 opening();
 const thumbs = thumbnails();
-const strip = tokenStrip($("map-tokens"), (i) => lookAt(i));
+const chips = tokenStrip();
 listenToMap();
 listenToTiles();
 drawMaps();

@@ -132,7 +132,7 @@ function chooseTab(id) {
     $(`${name}-tab`).tabIndex = name === id ? 0 : -1;
   }
   pause();
-  lookAt(strip.pinned);
+  lookAt(map.pinned);
 }
 
 function listenToTiles() {
