@@ -81,10 +81,6 @@ class _Pages:
             if page not in self.name_of:
                 self.free.move_to_end(page, last=False)
 
-    def give_name(self, page: int, name: bytes) -> None:
-        if name not in self.page_named:  # the first of two equal pages is shared
-            self.name_of[page], self.page_named[name] = name, page
-
 
 class PagePool:
     """A step is grow(), the model's writes, advance().
@@ -155,7 +151,9 @@ class PagePool:
             for pages in self._of.values():
                 numbers = pages.held[seq]
                 for i, name in zip(full, self._names[seq][full.start :]):
-                    pages.give_name(numbers[i], name)
+                    if name not in pages.page_named:  # the first of two equal pages is shared
+                        pages.page_named[name] = numbers[i]
+                        pages.name_of[numbers[i]] = name
                 for i in range(pages.first(before), pages.first(after)):
                     pages.release(numbers[i])
                     numbers[i] = 0

@@ -23,8 +23,8 @@ from inference import graphs, sampling
 from inference.cache import Cache, DynamicCache, PagedCache, StaticCache, bucket
 from inference.constrain import combined
 from inference.pages import PagePool, pages_for
-from inference.sampling import ENDED, INVALID, Options, Prompt, SamplingParams, in_range, uniform
-from inference.texts import Row, read
+from inference.sampling import ENDED, INVALID, Options, Prompt, SamplingParams, in_range
+from inference.texts import Row
 from model import GPT
 
 T = TypeVar("T")
@@ -71,7 +71,8 @@ class Scheduler:
         self.slots = in_range("slots", n if slots is None else slots, 1)
         rooms = _each("max_new_tokens", max_new_tokens, n)
         generators = _each("generator", generator, n)
-        self.coming: Iterator[Row] = map(self._new_row, count(), prompts, rooms, generators)
+        each = zip(count(), prompts, rooms, generators)
+        self.coming: Iterator[Row] = (Row(*values, model, self.options) for values in each)
         self.known: list[Row] = []  # if their number is known
         constraint, longest = self.options.constraint, [self.block_size] * self.slots
         if n is not None:
@@ -107,14 +108,6 @@ class Scheduler:
         self.slot = self.length = self.texts[:0, 0]
         self.longest = 0  # of self.length
         self.decoding = False  # the same rows go on
-
-    def _new_row(
-        self, index: int, prompt: Prompt, new: int, generator: torch.Generator | None
-    ) -> Row:
-        text, ids = read(index, prompt, self.model)
-        random = uniform(self.device, generator) if self.options.temperature else None
-        room = in_range("max_new_tokens", new, 0)
-        return Row(index, text, ids, room, random, self.options, self.model.tokenizer)
 
     def _pages(self, n_pages: int, page_size: int) -> PagedCache:
         config = self.model.config

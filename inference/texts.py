@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from itertools import chain
 
 import torch
-from torch import Tensor
 
 from core.settings import UserError
 from data.schema import well_formed
 from data.tokenizer import CharTokenizer, Tokenizer
-from inference.sampling import Options, Prompt, needed
+from inference.sampling import Options, Prompt, in_range, needed, uniform
 from model import GPT
 
 log = logging.getLogger("nanoattn")
@@ -26,44 +24,37 @@ def default_prompt(tokenizer: Tokenizer) -> str:
     return "\n" if tokenizer.encode("\n") else ""
 
 
-def read(index: int, prompt: Prompt, model: GPT) -> tuple[str | None, list[int]]:
-    """A prompt's text, if it is one, and its ids; for an empty text eot or default_prompt(). Raises
-    ValueError."""
-    V, T, text = model.config.vocab_size, model.config.block_size, None
-    if isinstance(prompt, str):
-        tokenizer = needed(model.tokenizer, f"the prompt {prompt!r:.60}")
-        text = prompt if prompt or tokenizer.eot is not None else default_prompt(tokenizer)
-        prompt = [*tokenizer.begin, *tokenizer.encode(well_formed(text))]
-        if not prompt and not text and tokenizer.eot is not None:
-            prompt = [tokenizer.eot]
-        if not prompt:
-            raise UserError(f"the prompt {text!r} has no tokens")
-        if len(prompt) > T:
-            log.warning(f"a prompt has {len(prompt)} tokens: only the last {T} are read")
-    ids = torch.as_tensor(prompt)
-    valid = ids.dim() == 1 and len(ids) and ids.dtype != torch.bool and not ids.is_floating_point()
-    found: list[int] = ids.tolist() if valid else []
-    if not found or not 0 <= min(found) <= max(found) < V:
-        want = f"at least one token, integers (T,) from 0 to {V - 1}"
-        raise ValueError(f"prompt {index}: expected {want}, got {prompt!r:.60}")
-    return text, found
-
-
-@dataclass(eq=False)
 class Row:
-    index: int
-    text: str | None  # the prompt
-    prompt: list[int]
-    room: int  # most new tokens
-    random: Iterator[Tensor] | None
-    options: Options
-    tokenizer: Tokenizer
-    new: list[int] = field(default_factory=list)
-    slot: int = -1
-    stored: int = 0  # tokens in the cache
-    ended: bool = False  # as far as the host knows
+    """A text in progress. An empty text begins with eot or default_prompt(). Raises ValueError."""
 
-    def __post_init__(self) -> None:
+    def __init__(self, index: int, prompt: Prompt, room: int, generator: torch.Generator | None,
+                 model: GPT, options: Options) -> None:  # fmt: skip
+        V, T, tokenizer = model.config.vocab_size, model.config.block_size, model.tokenizer
+        self.text: str | None = None  # the prompt
+        if isinstance(prompt, str):
+            needed(tokenizer, f"the prompt {prompt!r:.60}")
+            eot = [] if tokenizer.eot is None else [tokenizer.eot]
+            self.text = prompt if prompt or eot else default_prompt(tokenizer)
+            prompt = [*tokenizer.begin, *tokenizer.encode(well_formed(self.text))]
+            prompt = prompt or ([] if self.text else eot)
+            if not prompt:
+                raise UserError(f"the prompt {self.text!r} has no tokens")
+            if len(prompt) > T:
+                log.warning(f"a prompt has {len(prompt)} tokens: only the last {T} are read")
+        ids = torch.as_tensor(prompt)
+        several = ids.dim() == 1 and ids.dtype != torch.bool and not ids.is_floating_point()
+        self.prompt: list[int] = ids.tolist() if several else []
+        if not self.prompt or not 0 <= min(self.prompt) <= max(self.prompt) < V:
+            want = f"at least one token, integers (T,) from 0 to {V - 1}"
+            raise ValueError(f"prompt {index}: expected {want}, got {prompt!r:.60}")
+        device = model.transformer.wte.weight.device
+        self.random = uniform(device, generator) if options.temperature else None
+        self.index, self.options, self.tokenizer = index, options, tokenizer
+        self.room: int = in_range("max_new_tokens", room, 0)  # most new tokens
+        self.new: list[int] = []
+        self.slot = -1
+        self.stored = 0  # tokens in the cache
+        self.ended = False  # as far as the host knows
         self.n = len(self.prompt)  # of the text, on the device too
         self.most = self.n + self.room - 1  # that the model may read: all but the last
 
