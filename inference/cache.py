@@ -1,4 +1,4 @@
-"""KV caches: step = cache.reserve(T), model(idx, cache=step), step.advance() (docs/GENERATE.md).
+"""KV caches: step = cache.reserve(counts), model(idx, cache=step), step.advance().
 
 step.layer(n).append(k, v) stores k and v (B, Tq, Hkv, D), and returns what the kernel reads.
 windows: keys that a query sees in each layer, itself included; None: all.
@@ -18,8 +18,9 @@ from attention.masks import PagedView, StaticView
 from core.runtime import to_device
 from inference.pages import PagePool
 
-Numbers = Sequence[int] | None
+Numbers = Sequence[int]
 Windows = Sequence[int | None]
+Device = str | torch.device
 Appended = tuple[Tensor, Tensor, StaticView | PagedView | None]  # keys, values, view of them
 
 
@@ -34,9 +35,9 @@ class Cache:
     def nbytes(self) -> int:
         return sum(t.nbytes for t in (*self.k, *self.v))
 
-    def reserve(self, T: int, counts: Numbers = None, rows: Numbers = None) -> Any:
-        """Begin a step of T columns. ValueError: a text exceeds the cache. counts: tokens of each
-        row, the rest is padding (None: T); rows: of a paged step."""
+    def reserve(self, counts: Numbers, rows: Numbers = ()) -> Any:
+        """Begin a step. ValueError: a text exceeds the cache. counts: tokens of each row, the rest
+        of max(counts) is padding; rows: sequences of a paged step."""
         return None
 
 
@@ -79,12 +80,11 @@ class DynamicCache(Cache):
     pos: Tensor  # (T,) or, with padding, (B, T) int64
     segments: Tensor | None = None  # (B, Tk) int32, 0: padding; None: no padding
 
-    def __init__(self, windows: Windows, max_len: int, pad: Numbers = None,
-                 device: str | torch.device = "cpu") -> None:  # fmt: skip
+    def __init__(self, windows: Windows, max_len: int, pad: Numbers, device: Device) -> None:
         kept = [min(window or max_len, max_len) for window in windows]
         self.max_len, self.widest, self.device = max_len, max(kept), device
         self.layers = [DynamicLayer(window, max_len) for window in kept]
-        self.pads = tuple(pad) if pad and any(pad) else ()
+        self.pads = tuple(pad) if any(pad) else ()
         self.pad = torch.tensor(self.pads, device=device)[:, None]  # (B, 1)
         self.stored = 0  # with padding
 
@@ -92,9 +92,9 @@ class DynamicCache(Cache):
     def nbytes(self) -> int:
         return sum(layer.kv.nbytes for layer in self.layers if layer.kv is not None)
 
-    def reserve(self, T: int, counts: Numbers = None, rows: Numbers = None) -> DynamicCache:
+    def reserve(self, counts: Numbers, rows: Numbers = ()) -> DynamicCache:
         """counts[b] is 0 for a row that has ended."""
-        pads = [pad for row, pad in enumerate(self.pads) if counts is None or counts[row]]
+        T, pads = max(counts), (pad for pad, n in zip(self.pads, counts) if n)
         if (n := self.stored + T - min(pads, default=0)) > self.max_len:
             raise ValueError(f"{n} tokens do not fit into a cache of {self.max_len}")
         past = min(self.stored, self.widest - 1)
@@ -185,9 +185,8 @@ class StaticCache(Cache):
     key: Hashable = None  # of inference/graphs.py
 
     def __init__(self, windows: Windows, batch: int, max_len: int, n_kv_head: int, head_dim: int,
-                 *, in_order: bool = False, in_buckets: bool = True,
-                 dtype: torch.dtype = torch.float32,
-                 device: str | torch.device = "cpu") -> None:  # fmt: skip
+                 *, in_order: bool = False, in_buckets: bool = True, dtype: torch.dtype,
+                 device: Device) -> None:  # fmt: skip
         self.max_len, self.in_order, self.in_buckets = max_len, in_order, in_buckets
         self.kinds = [min(window or max_len, max_len) for window in windows]
         shapes = [(batch, slots + 1, n_kv_head, head_dim) for slots in self.kinds]
@@ -204,8 +203,8 @@ class StaticCache(Cache):
         self.lengths = [0] * len(self.start)  # `start`, on the host
         self.counts = (0,) * len(self.start)
 
-    def reserve(self, T: int, counts: Numbers = None, rows: Numbers = None) -> Step:
-        counts = (T,) * len(self.lengths) if counts is None else tuple(counts)
+    def reserve(self, counts: Numbers, rows: Numbers = ()) -> Step:
+        counts = tuple(counts)
         after = (n + m for n, m in zip(self.lengths, counts, strict=True) if m)
         if (longest := max(after, default=1)) > self.max_len:
             raise ValueError(f"{longest} tokens do not fit into a cache of {self.max_len}")
@@ -259,19 +258,18 @@ class PagedCache(Cache):
     pool: PagePool
 
     def __init__(self, windows: Windows, n_kv_head: int, head_dim: int, *,
-                 n_pages: Mapping[int | None, int], page_size: int,
-                 dtype: torch.dtype = torch.float32,
-                 device: str | torch.device = "cpu") -> None:  # fmt: skip
+                 n_pages: Mapping[int | None, int], page_size: int, dtype: torch.dtype,
+                 device: Device) -> None:  # fmt: skip
         self.kinds = windows
         shapes = [(n_pages[window], page_size, n_kv_head, head_dim) for window in windows]
         self.k = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
         self.v = [torch.zeros_like(k) for k in self.k]
         self.pool = PagePool(n_pages, page_size)  # last: what cannot fit is an error at once
 
-    def reserve(self, T: int, counts: Numbers = None, rows: Numbers = None) -> Step:
+    def reserve(self, counts: Numbers, rows: Numbers = ()) -> Step:
         """Raises as PagePool.grow()."""
         assert rows and len(set(rows)) == len(rows), "a sequence twice"
-        step = dict(zip(rows, (T,) * len(rows) if counts is None else counts, strict=True))
+        step = dict(zip(rows, counts, strict=True))
         start = [self.pool.length(row) for row in rows]
         self.pool.grow(step)
         tables = {}

@@ -143,10 +143,9 @@ class Scheduler:
     def _read(
         self, rows: Sequence[Row], tokens: Callable[[], list[list[int]]]
     ) -> Iterator[tuple[Row, int]]:
-        going = [row for row in rows if not row.ended]  # others ended after the launch
-        for row, (token, *over) in zip(rows, tokens()):
-            if row.ended:
-                continue
+        # Others ended after the launch.
+        drawn = [(row, values) for row, values in zip(rows, tokens()) if not row.ended]
+        for row, (token, *over) in drawn:
             if token == INVALID:
                 raise UserError(
                     f"no token can follow text {row.index}: the logits of the model or of a "
@@ -155,8 +154,8 @@ class Scheduler:
             row.new.append(token)
             row.ended = any(over) or len(row.new) == row.room or row.stops()
         self._leave()
-        for row in going:
-            yield row, row.new[-1]
+        for row, (token, *_) in drawn:
+            yield row, token
             if row.ended:
                 yield row, ENDED
 
@@ -326,7 +325,7 @@ class Scheduler:
             if pool is not None and row.n > self.block_size:
                 pool.free(row.slot)
                 row.slot = pool.new()  # the same number
-        step = self.cache.reserve(T, counts, [row.slot for row in rows])
+        step = self.cache.reserve(counts, [row.slot for row in rows])
         if pool is not None:
             self.stats.pages = max(self.stats.pages, sum(map(pool.n_used, pool.n_pages)))
         made = self._run(function, (self.model, idx, last, step, self.options.vocab_size), *args)

@@ -101,7 +101,7 @@ def serve(run: Callable[..., Tensor], spec: Spec, schedule: Sequence[Sequence[in
             for b, row in enumerate(inputs):
                 t[b, : counts[b]] = row[n][at[b] : at[b] + counts[b]]
             padded.append(t)
-        step = cache.reserve(T, counts, rows)
+        step = cache.reserve(counts, rows)
         for b, positions in enumerate(step.positions(T).tolist()):
             assert positions[: counts[b]] == [*range(at[b], at[b] + counts[b])]
         out = run(*(t.to(device) for t in padded), spec, cache=step.layer(0), **more).cpu()

@@ -171,7 +171,7 @@ def test_shards_are_the_zigzag_and_positions_say_where_they_stand(n, T) -> None:
 def test_a_cache_is_read_without_the_ring() -> None:
     model = GPT(GPTConfig(block_size=8, vocab_size=9, n_layer=1, n_head=2, n_embd=16))
     model.ring = Ring()
-    step = DynamicCache([None], 8).reserve(1)
+    step = DynamicCache([None], 8, (), "cpu").reserve([1])
     assert model.phase().lse and not model.phase(cache=step).lse
     with pytest.raises(ValueError, match=r"12 .* 8"):
         model(torch.zeros(1, 12, dtype=torch.int64))
