@@ -81,10 +81,9 @@ class Options:
             raise ValueError("stop: expected strings of at least one character, got ''")
 
 
-def needed(tokenizer: Any, what: str) -> Any:
+def needed(tokenizer: Any, what: str) -> None:
     if tokenizer is None:
         raise ValueError(f"{what} needs a model with a tokenizer, as inference.load() returns")
-    return tokenizer
 
 
 def in_range(name: str, value: Any, least: float, most: float = math.inf,

@@ -93,15 +93,12 @@ def attention_map(document: Document) -> list[str]:
     for i in range(group - 1, T, group):
         first, stop = maps["seen"][layer][i]
         sums = {j: P[i, j : j + group].sum() for j in starts if j < stop and first < j + group}
-        cells = "".join(shade(sums[j]) if j in sums else " " for j in starts)
+        shown = (sums.get(j, -1.0) for j in starts)
+        cells = "".join(next((c for low, c in SHADES if x >= low), " ") for x in shown)
         j = int(P[i].argmax())
         query, key = f"{i:>{n}} {labels[i][:wide]:>{wide}}", f"{j:>{n}} {labels[j][:wide]:<{wide}}"
         lines.append(f"{query} {cells} {key} {P[i, j]:.2f}")
     return lines
-
-
-def shade(weight: float) -> str:
-    return next(c for low, c in SHADES if weight >= low)
 
 
 def wrap(*texts: str) -> list[str]:
