@@ -2,14 +2,13 @@
 
 Layers with the same window share page numbers; a page that no later token sees is freed (0). A full
 page's name hashes its token ids and the previous name: new sequences share pages of equal names.
-Free pages keep their content until reuse, unnamed ones first.
+Free pages keep their content until reuse, unnamed ones first. Source: Kwon et al. 2023,
+"PagedAttention" (arXiv 2309.06180), sections 4.2 to 4.4; vLLM's hashes.
 
     pages, page_size = 2          held by        name
     1   "the cat"                 A B            h1 = hash("the cat")
     2   "sat on"                  A              h2 = hash(h1, "sat on")
     3   "a"                       B              none: it is not full
-
-Source  Kwon et al. 2023, "PagedAttention" (arXiv 2309.06180), sections 4.2 to 4.4; vLLM's hashes.
 """
 
 from __future__ import annotations
