@@ -46,7 +46,7 @@ class Automaton(nn.Module):
         self.shortest = np.where((transition == END).any(1), least, onward)
 
     def start(self, row: int, room: int) -> Tensor:
-        """First state (1, 2) of a row with room for so many tokens. UserError: too few."""
+        """First state (1, 2) of a row; room: its most tokens. UserError: too few."""
         if self.starts is not None and row >= len(self.starts):
             raise UserError("constraint: fewer values than prompts")
         state = START if self.starts is None else self.starts[row]
