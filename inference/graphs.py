@@ -99,8 +99,7 @@ def static_cache(model: GPT, B: int, max_len: int, graph: str | None) -> StaticC
     plan = model.plans.known.get(phase) or model.plans.plan(phase, B)
     bounded = device.type == "cuda" and {call.chosen.backend.name for call in plan} == {"paged"}
     key = graph, bounded, B, max_len, dtype, device
-    static = _idle.get(model, OrderedDict()).pop(key, None)
-    if static is not None:
+    if static := _idle.get(model, OrderedDict()).pop(key, None):
         static.reset()
         return static
     with torch.inference_mode(False):  # else its tensors are read-only

@@ -28,6 +28,8 @@ class Variant(CausalSelfAttention):
         super().__init__(config)
         self.n_head, self.window = config.n_head, config.windows[layer]
         self.layer, self.first = layer, (first,)  # in a tuple: not this layer's weights
+        self.cached = 2 * self.kv_size  # numbers for a token
+        self.state = 0  # numbers for a text of any length
         self.add_weights(config)
 
     def add_weights(self, config: GPTConfig) -> None:
@@ -36,16 +38,6 @@ class Variant(CausalSelfAttention):
     def request(self, spec: Spec) -> Spec:
         """The kernel's Spec, from the config's."""
         return spec
-
-    @property
-    def cached(self) -> int:
-        """Numbers cached for a token."""
-        return 2 * self.kv_size
-
-    @property
-    def state(self) -> int:
-        """Numbers stored for a text of any length."""
-        return 0
 
     def products(self, keys: float) -> float:
         """Multiply-adds of a token that sees `keys`, without weights."""
@@ -154,13 +146,10 @@ class Forgetting(Variant):
         self.c_forget = nn.Linear(config.n_embd, config.kv_heads)
         rates = torch.logspace(-3, -0.3, config.kv_heads)  # at first: 0.1 % to 50 % a token
         self.c_forget.bias.data = torch.logit(1 - rates)
+        self.cached += config.kv_heads
 
     def request(self, spec: Spec) -> Spec:
         return replace(spec, head_dim=self.head_dim + 1)
-
-    @property
-    def cached(self) -> int:
-        return 2 * self.kv_size + self.c_forget.out_features
 
     def products(self, keys: float) -> float:
         return (2 * self.q_size + self.n_head) * keys
@@ -194,6 +183,7 @@ class MLA(Variant):
         H, D = config.n_head, self.head_dim
         self.rank, self.R = config.n_embd // 2, D // 2
         self.sizes = [H * (D + self.R), self.rank, self.R]  # q, c, k_rope
+        self.cached = self.rank + self.R
         self.c_attn = nn.Linear(config.n_embd, sum(self.sizes), bias=False)
         self.c_norm = Norm(config, self.rank, rms=True)
         self.c_up = nn.Linear(self.rank, H * 2 * D, bias=False)  # A and B of each head
@@ -203,10 +193,6 @@ class MLA(Variant):
         if not self.absorbed:
             return replace(spec, head_dim=D + R)
         return replace(spec, n_kv_head=1, head_dim=rank + R, scale=(D + R) ** -0.5)
-
-    @property
-    def cached(self) -> int:
-        return self.rank + self.R
 
     def products(self, keys: float) -> float:
         return self.n_head * (2 * self.head_dim + self.R) * keys
@@ -279,16 +265,10 @@ class DeltaRule(Variant):
         self.c_attn = nn.Linear(config.n_embd, 3 * n + 2 * H, bias=False)  # q, k, v; beta; g
         self.conv = nn.Conv1d(3 * n, 3 * n, KERNEL, groups=3 * n, padding=KERNEL - 1, bias=False)
         self.norm = Norm(config, self.head_dim, rms=True)
+        self.cached = 0
+        self.state = n * (self.head_dim + 3 * (KERNEL - 1))  # S, inputs of the convolution
         # Heads forget 0.1 % to 10 % a token at first.
         self.g_bias = nn.Parameter(torch.logspace(-3, -1, H).expm1().log())
-
-    @property
-    def cached(self) -> int:
-        return 0
-
-    @property
-    def state(self) -> int:
-        return self.q_size * (self.head_dim + 3 * (KERNEL - 1))  # S, inputs of the convolution
 
     def products(self, keys: float) -> float:
         return 3 * self.q_size * self.head_dim  # S^T k, k u^T and S^T q
