@@ -63,11 +63,6 @@ def manual_bytes(T: int, D: int) -> Moved:
     return ITEM * (3 * T * D + 2 * T * T), ITEM * (T * D + 2 * T * T)
 
 
-def fast_memory(B_r: int, B_c: int, D: int) -> int:
-    """Bytes on chip, M: Q_i, K_j, V_j, O_i, S_ij, m_i, l_i."""
-    return ITEM * (2 * B_r * D + 2 * B_c * D + B_r * B_c + 2 * B_r)
-
-
 def one_query(
     q: Numbers = (2, 0, 1, 1),
     keys: Sequence[Numbers] = ((2, 0, 1, 1), (1, 2, 0, 0), (0, 1, 2, 0), (-2, 0, 0, 1)),
@@ -210,7 +205,8 @@ def traffic(T: int = 1024, D: int = 64, sizes: Sequence[int] = (16, 32, 64, 128,
         B_c = min(B_r, D)
         trace = traced(Spec(1, 1, D, "float32"), T, T, B_r, B_c)
         read, written = tiled_bytes(trace, T, D)
-        needs = fast_memory(B_r, B_c, D)
+        # Q_i, O_i; K_j, V_j; S_ij; m_i, l_i
+        needs = ITEM * (2 * B_r * D + 2 * B_c * D + B_r * B_c + 2 * B_r)
         cells.append((f"`tiled`, B_r = {B_r}, B_c = {B_c}", f"{needs / 1024:.1f} KiB",
                       f"{len(trace):,}", megabytes(read), megabytes(written),
                       f"{read * needs / 1e9:.1f}"))

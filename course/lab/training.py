@@ -12,8 +12,9 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import cycle, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -115,13 +116,6 @@ def sequences(n: int, pairs: int, T: int, draw: torch.Generator) -> tuple[Tensor
     return idx.scatter(1, at, keys), targets.scatter(1, at, values)
 
 
-def recall_batches(task: Task, seed: int) -> Iterator[Batch]:
-    draw = torch.Generator().manual_seed(seed)
-    for step in range(task.max_iters):
-        pairs, T = LEVELS[step % len(LEVELS)]
-        yield sequences(TOKENS // T, pairs, T, draw)
-
-
 @torch.no_grad()
 def recalled(model: GPT) -> dict[str, float]:
     """Part of values recalled, of 128 sequences for each number of pairs."""
@@ -161,8 +155,11 @@ def train(job: Job) -> Json:
     task = RECALL if job.task == "recall" else PLAYS
     task = replace(task, max_iters=max(1, round(task.max_iters * job.scale)))
     held_out: list[Batch] = []
+    batches: Iterable[Batch]
     if job.task == "recall":
-        batches = recall_batches(task, job.seed)
+        draw = torch.Generator().manual_seed(job.seed)
+        levels = islice(cycle(LEVELS), task.max_iters)
+        batches = (sequences(TOKENS // T, pairs, T, draw) for pairs, T in levels)
     else:
         folder, B = find("shakespeare_char", job.data_dir), TOKENS // LENGTH
         task = replace(task, vocab_size=read_meta(folder)["vocab_size"])
