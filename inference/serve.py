@@ -64,14 +64,14 @@ class Scheduler:
         self.device = model.transformer.wte.weight.device
         self.options = Options(**options)
         self.options.fit(model.config.vocab_size, model.tokenizer)
-        prompts = [prompts] if isinstance(prompts, str) else prompts
-        n = len(prompts) if isinstance(prompts, Sized) else None
+        given: Any = [prompts] if isinstance(prompts, str) else prompts
+        n = len(given) if isinstance(given, Sized) else None
         if n == 0:
             raise ValueError("expected at least one prompt of at least one token")
-        self.slots = in_range("slots", n if slots is None else slots, 1)
+        self.slots = in_range("slots", len(given) if slots is None else slots, 1)
         rooms = _each("max_new_tokens", max_new_tokens, n)
         generators = _each("generator", generator, n)
-        each = zip(count(), prompts, rooms, generators)
+        each = zip(count(), given, rooms, generators)
         self.coming: Iterator[Row] = (Row(*values, model, self.options) for values in each)
         self.known: list[Row] = []  # if their number is known
         constraint, longest = self.options.constraint, [self.block_size] * self.slots
