@@ -36,8 +36,8 @@ class Load:
         seq = self.draw.choice([*self.texts])
         self.pool.free(seq)
         del self.texts[seq]
-        with pytest.raises(ValueError, match=str(seq)):
-            self.pool.pages(seq)
+        with pytest.raises(KeyError, match=str(seq)):
+            self.pool.length(seq)
 
     def step(self) -> None:
         """A few tokens of some sequences, the prompt first. A failed step is repeated."""
