@@ -23,13 +23,11 @@ from core.settings import LINE, Loaded, UserError, exit_on_user_error
 if __name__ == "__main__":
     terminal.end_at_once()
 
-from bench import Json, compare, plan, qualify, record, report, rounds
+from bench import ROOT, Json, compare, plan, qualify, record, report, rounds
 from bench.job import begin
 from bench.settings import MODES, load_config
 from bench.workers import Failure, Stop
 from core.runtime import StopSignal, pick_device
-
-MINUTES_ON_CUDA = 10.0
 
 
 def measure(mode: str, argv: list[str], loaded: Loaded[Any]) -> int:
@@ -39,12 +37,14 @@ def measure(mode: str, argv: list[str], loaded: Loaded[Any]) -> int:
     about = {"format": record.FORMAT, "command": command, "date": date, **record.git_state()}
     device = pick_device(config.device)
     files = {o.rpartition(":")[0] for o in loaded.origins.values() if o != LINE}
-    lines = [f"settings: {', '.join(sorted(files)) or 'the defaults'}", *loaded.notes]
-    print(*lines, sep="\n", file=sys.stderr)
+    print(f"settings: {', '.join(sorted(files)) or 'the defaults'}", *loaded.notes, sep="\n",
+          file=sys.stderr)  # fmt: skip
 
     @cache
     def folder() -> Path:
-        return record.new_folder(config.records_dir, config.record, bench.machine)
+        # The default is the project's, also from another folder.
+        root = ROOT if config.records_dir == type(config).records_dir else Path()
+        return record.new_folder(root / config.records_dir, config.record, bench.machine)
 
     def save(content: Json, whole: bool = False) -> Json:
         content = record.complete({**about, **content})
@@ -52,7 +52,7 @@ def measure(mode: str, argv: list[str], loaded: Loaded[Any]) -> int:
             record.write(folder(), content, whole)
         return content
 
-    minutes = config.minutes or (MINUTES_ON_CUDA if device.type == "cuda" else math.inf)
+    minutes = config.minutes or (10.0 if device.type == "cuda" else math.inf)
     stop = Stop(minutes if mode != "qualify" else math.inf)  # each stage has its own deadline
     with closing(StopSignal("stopping; keeping the results so far")) as stop.signals:
         try:

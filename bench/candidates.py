@@ -70,20 +70,23 @@ class Job:
         return x.contiguous().to(self.device), y.contiguous().to(self.device)
 
 
+def refuse(lacking: Json) -> None:
+    """UserError for {option that a model lacks: is it used?}"""
+    if used := [name for name, is_used in lacking.items() if is_used]:
+        raise UserError(f"it does not support {' and '.join(used)}")
+
+
 class Candidate:
     model: Any
     run: Any  # the model, compiled or not
     optimizer: torch.optim.AdamW
-    as_reference = False  # with the reference's weights
+    make_optimizer: Callable[[], torch.optim.AdamW]
+    # write(prompt (B, T) int64, new, cache): when the first and the last token came, cache bytes
+    write: Callable[..., Times]
+    compile = False  # decode steps of a static cache
 
     def __init__(self, job: Job) -> None:
         self.job, self.setup, self.config = job, job.setup, job.config
-        if lacks := [name for name, used in self.unsupported().items() if used]:
-            raise UserError(f"it does not support {' and '.join(lacks)}")
-
-    def unsupported(self) -> Json:
-        """{option that the model lacks: is it used?}"""
-        return {}
 
     def for_training(self) -> None:
         self.scaler = self.setup.scaler()
@@ -91,13 +94,8 @@ class Candidate:
         self.optimizer = self.make_optimizer()
         self.run = self.setup.compiled(self.model, self.config.gradient_accumulation_steps)
 
-    def for_decoding(self, compile: bool) -> None:
-        """compile: decode steps of a static cache."""
-        self.compile = compile
+    def for_decoding(self) -> None:
         self.model.to(self.setup.dtype).eval()
-
-    def make_optimizer(self) -> torch.optim.AdamW:
-        raise NotImplementedError
 
     def chosen(self, cache: str | None = None) -> list[Resolution]:
         """Kernels of its layers, with a cache or in training; [] if unknown."""
@@ -116,10 +114,6 @@ class Candidate:
     def gradient_norm(self) -> float:
         grads = [p.grad for p in self.model.parameters() if p.grad is not None]
         return float(torch.nn.utils.get_total_norm(grads))
-
-    def write(self, prompt: Tensor, new: int, cache: str, **more: object) -> Times:
-        """Continue `prompt` (B, T) int64; returns (first token at, last at, cache bytes)."""
-        raise NotImplementedError
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         return self.run(x, y)[1]
@@ -145,8 +139,6 @@ class Candidate:
 
 
 class Ours(Candidate):
-    as_reference = True
-
     def for_training(self) -> None:
         config = self.config
         self.model = self.job.model()
@@ -156,8 +148,7 @@ class Ours(Candidate):
         self.to_train = plan[0].chosen
         self.found_inf = torch.zeros((), device=self.job.device)
 
-    def for_decoding(self, compile: bool) -> None:
-        self.compile = compile
+    def for_decoding(self) -> None:
         self.model = self.job.model(cast=True).eval()
         if self.job.settings.weights == "int8":
             with user_errors():
@@ -189,24 +180,23 @@ class Ours(Candidate):
 class NanoGPT(Candidate):
     def __init__(self, job: Job) -> None:
         super().__init__(job)
+        config, plain = self.config, TrainConfig()
+        names = ("position", "norm", "mlp", "qk_norm", "tied", "optimizer")
+        lacking = {n: getattr(config, n) != getattr(plain, n) for n in names}
+        lacking["gradient_checkpointing"] = config.gradient_checkpointing
+        lacking["attention_window"] = any(config.attention_window)
+        lacking["n_kv_head"] = config.n_kv_head not in (None, config.n_head)
+        lacking |= {"gelu=tanh": config.gelu == "tanh", "bias=qkv": config.bias == "qkv"}
+        refuse(lacking)
         spec = importlib.util.spec_from_file_location("nanogpt_model", job.what)
         assert spec and spec.loader
         theirs = importlib.util.module_from_spec(spec)
         sys.modules["nanogpt_model"] = theirs  # its dataclass looks itself up there
         spec.loader.exec_module(theirs)
         same = ("block_size", "n_layer", "n_head", "n_embd", "dropout", "bias")
-        sizes = {name: getattr(self.config, name) for name in same}
-        config = theirs.GPTConfig(vocab_size=job.vocab_size, **sizes)
-        self.model = theirs.GPT(config).to(job.device)
-
-    def unsupported(self) -> Json:
-        config, plain = self.config, TrainConfig()
-        names = ("position", "norm", "mlp", "qk_norm", "tied", "optimizer")
-        found = {n: getattr(config, n) != getattr(plain, n) for n in names}
-        found["gradient_checkpointing"] = config.gradient_checkpointing
-        found["attention_window"] = any(config.attention_window)
-        found["n_kv_head"] = config.n_kv_head not in (None, config.n_head)
-        return found | {"gelu=tanh": config.gelu == "tanh", "bias=qkv": config.bias == "qkv"}
+        sizes = {name: getattr(config, name) for name in same}
+        its_config = theirs.GPTConfig(vocab_size=job.vocab_size, **sizes)
+        self.model = theirs.GPT(its_config).to(job.device)
 
     def make_optimizer(self) -> torch.optim.AdamW:
         c = self.config

@@ -45,23 +45,19 @@ def plans(bench: Bench) -> list[Plan]:
     return found
 
 
-def final_loss(losses: list[float]) -> float:
-    return statistics.fmean(losses[-max(1, len(losses) // 10) :])
-
-
 def figures(row: Row, part: Json) -> Json:
     """A record keeps the first seed's losses apart from its rounds."""
-    found = train.figures(row, part)
-    seeds, rounds = part["settings"].get("seeds", 1), row["rounds"]
-    if all("losses" in r for r in rounds) and len(rounds) >= ROUNDS * seeds:
+    found, rounds = train.figures(row, part), row["rounds"]
+    runs = [row["losses"]] if "losses" in row else []
+    finals = row.get("final_losses", ())
+    if all("losses" in r for r in rounds) and len(rounds) >= MODE.rounds(part["settings"]):
         losses = [loss for r in rounds for loss in r["losses"]]
-        steps = len(losses) // seeds
-        runs = [losses[i * steps : (i + 1) * steps] for i in range(seeds)]
-        found["losses"], finals = runs[0], [final_loss(run) for run in runs]
-    elif "losses" in row:
-        finals = [final_loss(row["losses"]), *row.get("final_losses", ())[1:]]
-    else:  # unfinished
+        steps = ROUNDS * len(losses) // len(rounds)
+        runs, finals = [losses[i : i + steps] for i in range(0, len(losses), steps)], ()
+        found["losses"] = runs[0]
+    if not runs:  # unfinished
         return found
+    finals = [*(statistics.fmean(run[-max(1, len(run) // 10) :]) for run in runs), *finals[1:]]
     return found | {"final_losses": finals, "final_loss": statistics.fmean(finals)}
 
 
@@ -71,11 +67,9 @@ def compare(rows: list[Row], settings: Json) -> None:
     for row in rows:
         if row["status"] == "ok" and len(row["rounds"]) < parts:
             row |= {"status": "stopped", "why": [f"{len(row['rounds'])} of {parts} parts"]}
+        row |= {"verdict": "FAIL"} if row["status"] == "failed" else {}
     ok = [row for row in rows if row["status"] == "ok"]
     base: Any = next((row for row in ok if row["backend"] in ("manual", "plain")), None)
-    for row in rows:
-        if row["status"] == "failed":
-            row["verdict"] = "FAIL"
     for row in ok if base else ():
         row["difference"] = row["final_loss"] / base["final_loss"] - 1
         allowed = settings["tolerance"]

@@ -30,7 +30,7 @@ MOST = 1024  # sequences tried by --batch_size=auto
 
 
 def plans(bench: Bench) -> list[Plan]:
-    jobs = {name: bench.job(name, who) for name, who in bench.candidates(("sdpa",)).items()}
+    jobs = {name: bench.job(name, who) for name, who in bench.candidates().items()}
     longest = dict.fromkeys(bench.slow if bench.cuda else (), 0)
 
     def spec(point: Json) -> Json:
@@ -38,17 +38,12 @@ def plans(bench: Bench) -> list[Plan]:
         page = 16 if cache == "paged" else None
         return {**bench.layer, "grad": False, "cache": cache, "page_size": page}
 
-    how: Json = {"longest": longest, "one_process": bench.config.compile is True}
-    return [Plan(Decoding, jobs, bench.config.rounds, spec, texts(bench), **how)]
-
-
-def texts(bench: Bench) -> list[Json]:
     config, T = bench.config, bench.model.block_size
     new = config.new_tokens or (128 if bench.cuda else 16)  # the first three record the graph
     sizes = ("auto",) if bench.auto else config.batch_sizes or ((1, 8) if bench.cuda else (1, 4))
     prompts = config.prompts or (max(1, T // 2 - new),)
-    if (longest := max(prompts)) + new > T:
-        given = f"--prompts, --new_tokens: {longest} + {new}"
+    if (most := max(prompts)) + new > T:
+        given = f"--prompts, --new_tokens: {most} + {new}"
         raise UserError(f"{given} tokens exceed --block_size={T}")
     caches = [c for c in config.kv_caches if not bench.hf or c in hf.CACHES]
     if not caches:
@@ -57,7 +52,9 @@ def texts(bench: Bench) -> list[Json]:
         caches.sort(key="static".__eq__)
     shapes = itertools.product(sizes, prompts, caches, config.constraint)
     keys = ("B", "P", "cache", "constraint")
-    return [{**dict(zip(keys, shape)), "new_tokens": new} for shape in shapes]
+    points = [{**dict(zip(keys, shape)), "new_tokens": new} for shape in shapes]
+    return [Plan(Decoding, jobs, config.rounds, spec, points, longest,
+                 one_process=config.compile is True)]  # fmt: skip
 
 
 def figures(row: Row, part: Json) -> Json:
@@ -99,11 +96,11 @@ class Decoding:
     keeps_memory = True  # rounds have no warm-up
 
     def __init__(self, job: Job) -> None:
-        compile = job.config.compile is True  # of decode steps
         plain = {"gradient_checkpointing": False, "compile": False, "optimizer": "adamw"}
-        job = self.job = job.but(dropout=0.0, **plain)
-        self.who = job.kind(job)
-        self.who.for_decoding(compile)
+        self.job = job.but(dropout=0.0, **plain)
+        self.who = job.kind(self.job)
+        self.who.compile = job.config.compile is True
+        self.who.for_decoding()
         self.about = {"dtype": job.dtype}
 
     def write(self, request: Json, B: int = 0, new: int = 0) -> Times:
@@ -142,8 +139,8 @@ class Decoding:
         shape |= {"parameters": self.who.parameters}
         shape |= {"int8_parameters": as_int8} if as_int8 else {}
         ms = (last - first) / (new - 1) * 1e3
-        answer: Json = {"first_ms": (first - start) * 1e3, "ms": ms}
-        return answer | {"cache_bytes": cache_bytes, "shape": shape}
+        first_ms = (first - start) * 1e3
+        return {"first_ms": first_ms, "ms": ms, "cache_bytes": cache_bytes, "shape": shape}
 
 
 @cache

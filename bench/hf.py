@@ -9,25 +9,20 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from attention import Resolution, Spec
 from attention import hf as bridge
 from bench import Json
-from bench.candidates import Candidate, Job, Ours, Times
+from bench.candidates import Candidate, Job, Ours, Times, refuse
 from checkpoint import families
 from core.settings import UserError, first_line
 from model import GPTConfig
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 CACHES = ("dynamic", "static")
-FIELDS = ("n_head", "n_kv_head", "head_dim", "window", "scale", "softcap", "sinks")
 
 
 def read(name: str) -> Json:
@@ -42,32 +37,14 @@ def read(name: str) -> Json:
     return json.loads(config.to_json_string(use_diff=False))
 
 
-def specs_of(model: PreTrainedModel, x: Tensor) -> list[Spec]:
-    """Layers' Specs for x (B, T) int64; sets eager attention. UserError: not causal."""
-    with torch.no_grad():
-        model(input_ids=x, use_cache=False)
-    model.config._attn_implementation = "eager"
-    found = [spec for layer in bridge.report(model) for spec, _, _ in layer.ran]
-    if any(spec.right != 0 for spec in found):
-        raise UserError("its attention is not causal")
-    return found
-
-
-def parameters(model: PreTrainedModel) -> int:
-    """Number of parameters but embeddings that are only looked up."""
-    looked_up = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
-    head = model.get_output_embeddings()
-    looked_up -= {id(head.weight)} if head is not None else set()
-    return sum(p.numel() for p in model.parameters() if id(p) not in looked_up)
-
-
 class HuggingFace(Candidate):
     def __init__(self, job: Job) -> None:
         super().__init__(job)
+        muon, again = self.config.optimizer == "muon", self.config.gradient_checkpointing
+        refuse({"gradient_checkpointing": again, "optimizer=muon": muon})
         import transformers
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-        self.as_reference = bool(job.hf)
         same = families.write_config(GPTConfig.of(self.config, job.vocab_size))
         sizes = dict(job.hf or same | {"bos_token_id": None, "eos_token_id": None})
         for name, value in sizes.items():  # the name depends on the architecture
@@ -86,10 +63,6 @@ class HuggingFace(Candidate):
             raise UserError(" ".join(str(e).split()).partition(". ")[0]) from e
         self.model = model.float().to(job.device)  # lower precision by autocast
 
-    def unsupported(self) -> Json:
-        muon, again = self.config.optimizer == "muon", self.config.gradient_checkpointing
-        return {"gradient_checkpointing": again, "optimizer=muon": muon}
-
     def chosen(self, cache: str | None = None) -> list[Resolution]:
         if not self.job.what.startswith(bridge.PREFIX):
             return []
@@ -97,7 +70,12 @@ class HuggingFace(Candidate):
 
     @property
     def parameters(self) -> int:
-        return parameters(self.model) if self.job.hf else super().parameters
+        if not self.job.hf:
+            return super().parameters
+        # Embeddings that are only looked up do not count.
+        looked_up = {m.weight for m in self.model.modules() if isinstance(m, torch.nn.Embedding)}
+        looked_up -= {getattr(self.model.get_output_embeddings(), "weight", None)}
+        return sum(p.numel() for p in self.model.parameters() if p not in looked_up)
 
     def make_optimizer(self) -> torch.optim.AdamW:
         c, fused = self.config, self.setup.device.type in ("cuda", "cpu")
@@ -135,14 +113,18 @@ class Reference:
         who: Candidate = kind(replace(job, what=what))
         who.for_training()
         x, y = job.random_tokens(job.config.batch_size)
-        specs = specs_of(who.model, x[:1]) if job.hf else []
+        specs: list[Spec] = []
+        if job.hf:
+            with torch.no_grad():
+                who.model(input_ids=x[:1], use_cache=False)
+            who.model.config._attn_implementation = "eager"
+            specs = [spec for layer in bridge.report(who.model) for spec, _, _ in layer.ran]
+            if any(spec.right != 0 for spec in specs):
+                raise UserError("its attention is not causal")
         who.loss(x[:1], y[:1])  # probes the backend, uncounted
 
-        def addmm(out: object, a: torch.Size, b: torch.Size, out_shape: object, **_: object) -> int:
-            return 2 * a[0] * a[1] * b[1]
-
-        # torch does not count the head's addmm_.
-        counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: addmm})
+        addmm = {torch.ops.aten.addmm_: flop_registry[torch.ops.aten.addmm]}  # the head's
+        counter = FlopCounterMode(display=False, custom_mapping=addmm)
         total = 0.0
         for i in range(len(x)):
             with counter if i == 0 else nullcontext():
@@ -153,9 +135,10 @@ class Reference:
         self.about: Json = {"loss": total, "gradient_norm": who.gradient_norm()}
         self.about["flops_per_token"] = per_token
         if job.hf:
-            layers = [{name: getattr(spec, name) for name in FIELDS} for spec in specs]
+            sizes = ("n_head", "n_kv_head", "head_dim", "window", "scale", "softcap", "sinks")
+            layers = [{name: getattr(spec, name) for name in sizes} for spec in specs]
             others = per_token - sum(12 * spec.n_head * spec.head_dim * T for spec in specs)
-            sizes = {"n_embd": who.model.config.hidden_size, "vocab_size": job.vocab_size}
-            sizes |= {"block_size": T, "dropout": job.config.dropout, "bias": False}
             counted = {"layers": layers, "parameters": who.parameters, "other_flops": others}
-            self.about["counted"] = counted | sizes
+            counted |= {"n_embd": who.model.config.hidden_size, "vocab_size": job.vocab_size}
+            counted |= {"block_size": T, "dropout": job.config.dropout, "bias": False}
+            self.about["counted"] = counted

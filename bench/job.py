@@ -24,7 +24,6 @@ from core.flops import Sizes
 from core.options import TrainConfig
 from core.settings import UserError, user_errors
 
-HF = ("eager", "sdpa", "flash_attention_2")
 # Longest sequences of backends that are not named.
 LONGEST = {"manual": 2048, "sdpa_math": 2048, "tiled": 2048}
 Who = tuple[type[Candidate], str]  # a job's kind and what
@@ -75,11 +74,11 @@ class Bench:
         named = {attention.get(word).name for word in self.config.backends if word != "all"}
         return [name for name in self.backends if name in LONGEST and name not in named]
 
-    def candidates(self, implementations: tuple[str, ...] = HF) -> dict[str, Who]:
+    def candidates(self) -> dict[str, Who]:
         """By row: first backend, rivals, others, slow ones."""
         names = sorted(self.backends, key=self.slow.__contains__)
         ours: dict[str, Who] = {name: (Ours, "") for name in names}
-        others = rivals(getattr(self.config, "rival", ()), implementations)
+        others = rivals(getattr(self.config, "rival", ()), self.mode)
         if self.hf:
             ours = {name: (hf.HuggingFace, implementation(name)) for name in names}
             others = {f"hf_{a}": (hf.HuggingFace, a) for a in ("eager", "sdpa")}
@@ -124,7 +123,8 @@ class Plan:
     reference: Job | str | None = None  # or why there is none
 
 
-def rivals(words: tuple[str, ...], implementations: tuple[str, ...] = HF) -> dict[str, Who]:
+def rivals(words: tuple[str, ...], mode: str = "train") -> dict[str, Who]:
+    of_hf = ("sdpa",) if mode == "decode" else ("eager", "sdpa", "flash_attention_2")
     found: dict[str, Who] = {}
     for word in words:
         name, _, path = word.partition("=")
@@ -134,7 +134,7 @@ def rivals(words: tuple[str, ...], implementations: tuple[str, ...] = HF) -> dic
                 raise UserError(f"{path} is not a nanoGPT checkout (model.py not found)")
             found["nanogpt"] = NanoGPT, str(model)
         elif word == "hf":
-            found |= {f"hf_{a}": (hf.HuggingFace, a) for a in implementations}
+            found |= {f"hf_{a}": (hf.HuggingFace, a) for a in of_hf}
         else:
             raise UserError(f"--rival must be nanogpt=PATH or hf, got {word!r}")
     return found
@@ -164,7 +164,7 @@ def names(config: Measured, device: str) -> tuple[list[str], dict[str, str]]:
 
 
 def begin(mode: str, config: Measured, device: torch.device, stop: Stop) -> Bench:
-    rivals(getattr(config, "rival", ()))
+    rivals(getattr(config, "rival", ()))  # before minutes of work
     backends, left_out = names(config, device.type)
     vocab_size, source = vocabulary(config)
     found: Json = {}

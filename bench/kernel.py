@@ -36,7 +36,6 @@ Call = Callable[[list[Stamp]], tuple[Tensor, ...]]
 LONGEST_CHECKED = 8192  # tokens
 SURE = 0.1  # seconds above which launches do not matter
 MOST_CALLS = 1000
-FIELDS = {"H": "n_head", "Hkv": "n_kv_head", "D": "head_dim", "window": "window"}
 
 
 def plans(bench: Bench, points: Sequence[Json] = ()) -> list[Plan]:
@@ -48,13 +47,13 @@ def plans(bench: Bench, points: Sequence[Json] = ()) -> list[Plan]:
 
 
 def spec_of(point: Json) -> Json:
-    return {field: point[name] for name, field in FIELDS.items()}
+    sizes = {"n_head": point["H"], "n_kv_head": point["Hkv"], "head_dim": point["D"]}
+    return {**sizes, "window": point["window"]}
 
 
 def grid(bench: Bench) -> list[Json]:
     config, model = bench.config, bench.model
-    usual = tuple(512 * 2**i for i in range(7)) if bench.cuda else (128, 512, 2048)
-    lengths = config.lengths or usual
+    lengths = config.lengths or ([512 * 2**i for i in range(7)] if bench.cuda else (128, 512, 2048))
     sizes = config.batch_sizes or (1, 8 if bench.cuda else 4)
     windows = config.windows or tuple(dict.fromkeys(model.windows))
     heads = {"H": model.n_head, "Hkv": model.kv_heads, "D": model.head_dim}
@@ -86,8 +85,8 @@ def flops_of(point: Json, causal: bool) -> float:
 
 def figures(row: Row, part: Json) -> Json:
     peak = Peak(part["machine"]["peak_tflops"], part["machine"]["peak_source"])
-    each, s = [3 * flops_of(row["point"], causal) for causal in (True, False)], row["ms"] / 1e3
-    causal, full = (flop / s / 1e12 for flop in each)
+    s = row["ms"] / 1e3
+    causal, full = (3 * flops_of(row["point"], c) / s / 1e12 for c in (True, False))
     found: Json = {"tflops_causal": causal, "tflops_full": full, "share": causal / peak.tflops}
     if found["share"] > 1:
         found |= {"share": None, "share_why": f"above the peak of {peak}"}
@@ -122,10 +121,10 @@ class Kernels:
         chosen = select(job.name, spec, self.device, job.config.policy)
         backend = chosen.backend  # perhaps a prebuilt one
         draw = torch.Generator(self.device).manual_seed(job.config.seed)
-        heads = (spec.n_head, spec.n_kv_head, spec.n_kv_head, spec.n_head)
-        shapes = [(B, T, h, spec.head_dim) for h in heads]
         how: Json = {"generator": draw, "device": self.device}
-        q, k, v, dout = (torch.randn(shape, **how).to(job.setup.dtype) for shape in shapes)
+        heads = (spec.n_head, spec.n_kv_head, spec.n_kv_head, spec.n_head)
+        made = (torch.randn(B, T, h, spec.head_dim, **how).to(job.setup.dtype) for h in heads)
+        q, k, v, dout = made
         for t in (q, k, v):
             t.requires_grad_()
 

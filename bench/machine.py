@@ -16,7 +16,6 @@ from importlib import metadata
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from attention.machine.system import cpu_name
 from attention.machine.timing import Clock
@@ -31,7 +30,6 @@ PACKAGES = ("torch", "triton", "flash_attn", "flash_attn_3", "transformers", "nu
 PROCESS = Path("/proc/self")
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
-DRIVER = Path("/proc/driver/nvidia/version")
 CONTEXT = 600_000_000  # bytes of a CUDA context, which no allocator counts
 LARGEST_COPY = 2**30
 SLICE = 2**26  # bytes of a copy on a CPU: a fraction of a scheduler's turn
@@ -86,14 +84,10 @@ def free_memory(device: torch.device) -> int:
     return free
 
 
-def out_of_memory(error: BaseException) -> bool:
-    kinds = MemoryError, torch.OutOfMemoryError
-    return isinstance(error, kinds) or NO_MEMORY.search(str(error)) is not None
-
-
 def failure(error: BaseException) -> str:
-    name = "out of memory" if out_of_memory(error) else type(error).__name__
-    return f"{name}: {first_line(error)}"
+    kinds = MemoryError, torch.OutOfMemoryError
+    full = isinstance(error, kinds) or NO_MEMORY.search(str(error))
+    return f"{'out of memory' if full else type(error).__name__}: {first_line(error)}"
 
 
 def reason(error: Exception) -> str:
@@ -110,7 +104,7 @@ def largest(run: Callable[[int], object], device: torch.device, most: int) -> in
             run(n)
             good = n
         except Exception as e:
-            if n == 1 or not out_of_memory(e):
+            if n == 1 or not failure(e).startswith("out of memory: "):
                 raise
             bad = n
         reset_peak(device)
@@ -123,16 +117,13 @@ def bandwidth(device: torch.device, limit: int | None) -> float:
     a = torch.ones(min(LARGEST_COPY, free // 4) // 4, device=device)
     b, cuda = torch.ones_like(a), device.type == "cuda"
     slices = [(a, b)] if cuda else [*zip(a.split(SLICE // 4), b.split(SLICE // 4))]
-    kinds: list[tuple[int, Callable[[Tensor, Tensor], Tensor]]] = [
-        (2, lambda x, y: y.copy_(x)), (1, lambda x, y: x.sum())
-    ]  # fmt: skip
     clock, best, began = Clock(device), 0.0, time.perf_counter()
     least, sweeps = 0.5 if cuda else 0.0, 0  # seconds: a GPU raises its clocks
     while (passed := time.perf_counter() - began) < least or sweeps < (5 if passed < 4 else 2):
-        for (x, y), (moved, move) in itertools.product(slices, kinds):
+        for (x, y), copies in itertools.product(slices, (True, False)):
             start = clock.start()
-            move(x, y)
-            best = max(best, moved * x.nbytes / (clock.ms(start, clock.stop()) / 1e3))
+            y.copy_(x) if copies else x.sum()
+            best = max(best, (1 + copies) * x.nbytes / (clock.ms(start, clock.stop()) / 1e3))
         sweeps += 1
     return best
 
@@ -148,19 +139,21 @@ class Description:
                 packages[package] = metadata.version(package)
         if device.type == "cuda":
             cuda = torch.cuda.get_device_properties(device)
-            text = DRIVER.read_text(encoding="utf-8") if DRIVER.exists() else ""
-            driver = re.search(r"NVRM version:.*?\s(\d+\.[\d.]+)\s", text)
-        self.about: Json = {"kind": device.type, "name": cuda.name if cuda else cpu, "cpu": cpu}
-        self.about |= {"about": describe(device), "threads": torch.get_num_threads()}
-        self.about |= {"packages": packages, "python": platform.python_version(), "dtype": dtype}
-        self.about |= {"system": f"{platform.system()} {platform.release()}"}
-        self.about |= {"capability": [cuda.major, cuda.minor] if cuda else None}
-        self.about |= {"driver": driver and driver[1], "cuda": torch.version.cuda}
-        self.about |= {"cudnn": torch.backends.cudnn.version() if cuda else None}
-        # Before the rates, whose memory PyTorch keeps.
-        self.about |= {"free_memory": free_memory(device), "busy": busy(device)}
-        peak, rate, source = flops.Peak(0, "not measured"), None, "not measured"
-        products = None
+            with suppress(OSError):
+                text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
+                driver = re.search(r"NVRM version:.*?\s(\d+\.[\d.]+)\s", text)
+        self.about: Json = {
+            "kind": device.type, "name": cuda.name if cuda else cpu, "cpu": cpu,
+            "about": describe(device), "threads": torch.get_num_threads(), "packages": packages,
+            "python": platform.python_version(), "dtype": dtype,
+            "system": f"{platform.system()} {platform.release()}",
+            "capability": [cuda.major, cuda.minor] if cuda else None,
+            "driver": driver and driver[1], "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version() if cuda else None,
+            # Before the rates, whose memory PyTorch keeps.
+            "free_memory": free_memory(device), "busy": busy(device),
+        }  # fmt: skip
+        peak, rate, source, products = flops.Peak(0, "not measured"), None, "not measured", None
         if not isinstance(config, Decode):
             peak = flops.peak(device, dtype, config.peak_tflops)
             if cuda and (isinstance(config, Qualify) or getattr(config, "profile", False)):
@@ -173,8 +166,7 @@ class Description:
             rate, when = flops.kept_rate(what, device, measure, again)
             source = f"{when}: copies and reads in {LARGEST_COPY / 1e9:.2g} GB"
         self.about |= {"peak_tflops": peak.tflops or None, "peak_source": peak.source}
-        self.about |= {"products_tflops": products}
-        self.about |= {"bandwidth": rate, "bandwidth_source": source}
+        self.about |= {"products_tflops": products, "bandwidth": rate, "bandwidth_source": source}
         reset_peak(device)
 
 

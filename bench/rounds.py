@@ -150,9 +150,7 @@ class Turns:
                 raise Failure("stopped", f"{took}, and {max(stop.left, 0):.0f} s were left")
         stop.watch(f"warm-up: {key(row)}")
         if self.bench.auto and "batch_size" not in row:  # by another process: memory fragments
-            eager = job.but(compile=False)
-            found = once(plan.work, eager, stop, "largest", self.request(row))
-            row["batch_size"] = found["batch_size"]
+            row |= once(plan.work, job.but(compile=False), stop, "largest", self.request(row))
         if name not in self.workers:
             self.workers[name] = Worker(plan.work, job, stop)
         self.workers[name].send("warm_up", self.request(row))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -23,10 +23,7 @@ TrainingPath = Literal["float32", "bfloat16", "bfloat16-residual"]
 BatchSize = PositiveInt | Literal["auto"]
 Slug = Annotated[str, Field(pattern=r"^[\w.-]+$")]
 NewTokens = Annotated[int, Field(ge=2)]
-CPU_CONFIG = "config/bench_cpu.py"
-RECORDS = "bench/records"
 
-# train.py's options that have an effect, by what a mode does.
 KERNEL = {"attention_backend", "attention_hub_kernels", "allow_mps_sdpa", "attention_window",
           "device", "dtype", "tf32", "deterministic", "seed"}  # fmt: skip
 SIZES = {f.name for f in fields(ModelOptions)} - {"attention_backend", "dropout"}
@@ -40,7 +37,8 @@ RATES = {"learning_rate", "min_lr", "decay_lr", "muon_rates"}
 # A config file may be a run's: its options without effect are no error there, but these are.
 CHANGING = {"document_mask", "context_parallel", "init_from"}
 # Options without effect: without another one, and with another one.
-NEEDS = {"bandwidth_gbs": "profile", "products_tflops": "profile", "records_dir": "record"}
+NEEDS = {"bandwidth_gbs": "profile", "products_tflops": "profile"}
+NEEDS |= {"records_dir": "record", "compile_mode": "compile"}
 USELESS = {
     "backends": {"attention_backend"},
     "batch_sizes": {"batch_size"},
@@ -63,6 +61,8 @@ class Settings(TrainConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         GPTConfig.of(self, self.vocab_size or 1)  # checks the sizes
+        if not vars(self).get("backends", True) or not vars(self).get("kv_caches", True):
+            raise ValueError("--backends, --kv_caches: expected at least one name, got none")
 
     def to(self, kind: type[Any], **changes: Any) -> Any:
         shared = {f.name: getattr(self, f.name) for f in fields(kind) if hasattr(self, f.name)}
@@ -75,12 +75,7 @@ class Measured(Settings):
     minutes: PositiveFloat | None = None  # time limit; none: qualify 9, on CUDA 10
     timeout: PositiveFloat = 900.0  # seconds for one answer of a process
     record: Slug | None = None  # write bench/records/DATE_DEVICE_RECORD
-    records_dir: str = RECORDS  # the folder of the records
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.backends or not vars(self).get("kv_caches", True):
-            raise ValueError("--backends, --kv_caches: expected at least one name, got none")
+    records_dir: str = "bench/records"  # the folder of the records
 
     def flat(self) -> Json:
         known = {k: v for k, v in asdict(self).items() if k in shown(type(self))}
@@ -208,15 +203,15 @@ def load_config(argv: list[str], mode: str | None = None) -> Loaded[Any]:
     its = shown(kind)
     for name in (w.lstrip("-").partition("=")[0].replace("-", "_") for w in argv if w[:1] == "-"):
         name = ALIASES.get(name, name)
-        modes = [other for other, kind_ in MODES.items() if name in shown(kind_)]
-        if name not in its and (modes or hasattr(TrainConfig, name)):
-            of = ", ".join(modes) or "train.py"
-            raise UserError(f"--{name}: an option of {of}, not of mode {mode}")
-    words = [word for word in argv if word not in ("-h", "--help")]
-    given = gather(kind, words, ignored=IGNORED)
-    here = issubclass(kind, Measured) and pick_device(given.settings.get("device", "auto"))
-    if here and here.type == "cpu" and {*given.origins.values()} <= {LINE}:
-        argv = [os.path.relpath(ROOT / CPU_CONFIG), *argv]
+        of = [other for other, its_kind in MODES.items() if name in shown(its_kind)]
+        of = of or ["train.py"] * hasattr(TrainConfig, name)
+        if of and name not in its:
+            raise UserError(f"--{name}: an option of {', '.join(of)}, not of mode {mode}")
+    given = gather(kind, [w for w in argv if w not in ("-h", "--help")], ignored=IGNORED)
+    device = given.settings.get("device", "auto")
+    here = pick_device(device).type if issubclass(kind, Measured) else ""
+    if here == "cpu" and {*given.origins.values()} <= {LINE}:
+        argv = [os.path.relpath(ROOT / "config/bench_cpu.py"), *argv]
     loaded = read(kind, argv, shown=its, ignored=IGNORED)
     settings, origins = loaded.settings, loaded.origins
     on_line = {name for name, origin in origins.items() if origin == LINE}
@@ -224,31 +219,26 @@ def load_config(argv: list[str], mode: str | None = None) -> Loaded[Any]:
     for name in CHANGING - its & origins.keys() & changed:
         why = "; weights do not change the time, so give the sizes" * (name == "init_from")
         raise UserError(f"--{name}: not for mode {mode} ({origins[name]}){why}")
+    values = vars(settings) | ({"compile": here == "cuda"} if settings.compile is None else {})
     for name in on_line & NEEDS.keys():
-        if not getattr(settings, NEEDS[name], True):
+        if not values.get(NEEDS[name], True):
             raise UserError(f"--{name} needs --{NEEDS[name]}")
-    compiles = settings.compile or (settings.compile is None and here and here.type == "cuda")
-    if "compile_mode" in on_line and not compiles:
-        raise UserError("--compile_mode needs --compile")
     if kind is Qualify and settings.rival and not {4, 5} & {*settings.stages}:
         raise UserError(f"--rival needs stage 4 or 5, got --stages={settings.stages}")
     # From a config file too:
     both = on_line | changed & {"rival", "profile", "weights"}
     both |= {"batch_size"} if getattr(settings, "batch_size", 1) == "auto" else set()
-    trains = "learning_rate" in its
-    for other in changed & USELESS.keys() - ({"vocab_size"} if trains else set()):
+    for other in changed & USELESS.keys() - ({"vocab_size"} if "learning_rate" in its else set()):
         if lost := ", ".join(f"--{name}" for name in sorted(both & USELESS[other])):
             raise UserError(f"no effect with --{other}: {lost}")
-    static = {"auto", "static"} & {*getattr(settings, "kv_caches", ())}
-    if kind is Decode and "compile" in on_line and settings.compile and not static:
+    compiled = kind is Decode and "compile" in on_line and settings.compile
+    if compiled and not {"auto", "static"} & {*settings.kv_caches}:
         got = ", ".join(settings.kv_caches)
         raise UserError(f"--compile needs static in --kv_caches, got {got}")
     if kind is Decode and "batch_size" in on_line and settings.batch_size != "auto":
         got = f"--batch_size={settings.batch_size}"
         raise UserError(f"{got}: mode decode has --batch_sizes, or --batch_size=auto")
-    if getattr(settings, "records_dir", "") == RECORDS:  # also from another folder
-        settings = replace(settings, records_dir=str(ROOT / RECORDS))
-    return replace(loaded, settings=settings)
+    return loaded
 
 
 def vocabulary(config: Settings) -> tuple[int, str]:
@@ -256,6 +246,5 @@ def vocabulary(config: Settings) -> tuple[int, str]:
         return config.vocab_size, "--vocab_size"
     folder = data.find(config.dataset, config.data_dir)
     with suppress(UserError):
-        V = data.read_meta(folder)["vocab_size"]
-        return data.padded(V), f"the dataset in {folder}"
+        return data.padded(data.read_meta(folder)["vocab_size"]), f"the dataset in {folder}"
     return 50304, f"GPT-2's, since {folder} is not prepared (--vocab_size)"

@@ -1,5 +1,4 @@
-"""The mode train: training steps on random tokens, by train.train_step or a rival's own loop.
-Compare whole steps: our forward pass includes gradients of head and loss."""
+"""The mode train: training steps on random tokens, by train.train_step or a rival's own loop."""
 
 from __future__ import annotations
 
@@ -85,6 +84,7 @@ class Training:
             profile.prepare(self.device)
         self.who = job.kind(job)
         self.who.for_training()
+        self.as_reference = job.kind is candidates.Ours or bool(job.hf)  # its weights
         self.step_ms = math.inf
         self.about = {"compiled": self.compiled, "dtype": job.dtype}
 
@@ -102,12 +102,11 @@ class Training:
         answer: Json = {"ms": ms(start, self.clock.stop()) / steps, "steps": steps}
         B, T = batches[-1][0].shape
         answer["shape"] = {"B": B, "T": T, "parameters": self.who.parameters}
-        if self.clock.apart:
-            last = 2 * self.micro
-            spans_of = {"forward": range(0, last, 2), "backward": range(1, last, 2)}
-            for name, places in {**spans_of, "optimizer": [-2]}.items():
-                spans = (ms(s[i], s[i + 1]) for s in stamps for i in places)
-                answer[f"{name}_ms"] = sum(spans) / steps
+        n = 2 * self.micro
+        places_of = {"forward": range(0, n, 2), "backward": range(1, n, 2), "optimizer": [-2]}
+        for name, places in places_of.items() if self.clock.apart else ():
+            spans = (ms(s[i], s[i + 1]) for s in stamps for i in places)
+            answer[f"{name}_ms"] = sum(spans) / steps
         finite(losses[-1])
         return answer, losses
 
@@ -128,15 +127,13 @@ class Training:
         began = time.perf_counter()
 
         def look(part: str) -> None:
-            if part == "update" and self.who.as_reference:
+            if part == "update" and self.as_reference:
                 norm = self.who.gradient_norm()
                 if math.isfinite(norm):  # else float16's first scale was too large
                     answer["gradient_norm"] = norm / self.who.scaler.get_scale()
 
-        first = self.step(*self.batch, look)
-        finite(first)
-        if self.who.as_reference:
-            answer["loss"] = float(first)
+        loss = finite(self.step(*self.batch, look))
+        answer |= {"loss": loss} if self.as_reference else {}
         answer["first_step_s"] = time.perf_counter() - began
         machine.reset_peak(self.device)
         warm_up_steps = 1 + self.settings.warm_up_steps
@@ -168,6 +165,7 @@ class Training:
         return {**row, "steps": PROFILED_STEPS, "plain_ms": plain_ms}
 
 
-def finite(loss: Tensor) -> None:
-    if not math.isfinite(float(loss)):
+def finite(loss: Tensor) -> float:
+    if not math.isfinite(loss):
         raise FloatingPointError(f"the loss became {float(loss)}")
+    return float(loss)

@@ -7,6 +7,7 @@ import json
 import math
 import multiprocessing
 import os
+import resource
 import signal
 import sys
 import tempfile
@@ -14,6 +15,7 @@ import threading
 import time
 import warnings
 from contextlib import closing, suppress
+from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from types import ModuleType
@@ -32,15 +34,14 @@ LOOK = 0.2  # seconds between checks for signals
 SPAWN = multiprocessing.get_context("spawn")
 
 
+@dataclass(eq=False)
 class Failure(Exception):
-    """ "unavailable", "failed", "died", "skipped" or "stopped"."""
-
-    def __init__(self, kind: str, why: str, built: bool = True) -> None:
-        super().__init__(kind, why, built)  # for pickle
-        self.kind, self.built = kind, built  # False: the candidate cannot be built
+    kind: str  # unavailable, failed, died, skipped or stopped
+    why: str
+    built: bool = True  # False: the candidate cannot be built
 
     def __str__(self) -> str:
-        return str(self.args[1])
+        return self.why
 
 
 class Stop:
@@ -166,10 +167,7 @@ def serve(pipe: Connection, work: type[Any], job: Job, errors: str, sent_at: flo
     os.dup2(log, 2)
     warnings.simplefilter("ignore")
     threading.Thread(target=end_with_parent, daemon=True).start()
-    if job.memory_limit and sys.platform == "linux":
-        import resource
-
-        # Fail here, before Linux kills some process.
+    if job.memory_limit and sys.platform == "linux":  # fail here, before Linux kills some process
         resource.setrlimit(resource.RLIMIT_DATA, (job.memory_limit,) * 2)
     if job.device.index is not None:
         torch.cuda.set_device(job.device)
@@ -187,8 +185,8 @@ def serve(pipe: Connection, work: type[Any], job: Job, errors: str, sent_at: flo
             began = time.perf_counter()
             answer: Any = getattr(candidate, call)(request) if call else candidate.about
             if call == "warm_up":
-                answer = {**candidate.about, **answer, "setup_s": setup_s}
-                answer["warm_up_s"] = time.perf_counter() - began
+                warm_up_s = time.perf_counter() - began
+                answer = {**candidate.about, **answer, "setup_s": setup_s, "warm_up_s": warm_up_s}
             keep = getattr(candidate, "keeps_memory", False)
             answer["held_bytes"] = machine.empty_cache(job.device, keep)
             json.dumps(answer, allow_nan=False)  # it becomes a row
