@@ -105,8 +105,7 @@ class Turns:
 
     def prepare(self, group: list[Row]) -> None:
         """Start and warm up; rows that ran out of memory together again, one by one."""
-        left = [row for row in group if key(row) not in self.ended]
-        started = [row for row in left if self.attempt(self.start, row)]
+        started = [r for r in group if key(r) not in self.ended and self.attempt(self.start, r)]
         if self.bench.cuda:
             self.refer()
         self.again = [] if len(started) > 1 else None
@@ -156,8 +155,7 @@ class Turns:
         self.workers[name].send("warm_up", self.request(row))
 
     def request(self, row: Row) -> Json:
-        size = row.get("batch_size") if self.bench.auto else None
-        return {**row["point"], "batch_size": size, "first": not row["rounds"]}
+        return {**row["point"], "batch_size": row.get("batch_size"), "first": not row["rounds"]}
 
     def refer(self) -> None:
         job = self.plan.reference
