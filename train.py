@@ -50,6 +50,7 @@ class Run:
         config, device = loaded.settings, distributed.device
         self.distributed = distributed
         accumulation = config.gradient_accumulation_steps
+        # Micro-batches a step, in this process.
         self.micro_steps = distributed.micro_steps(config.batch_size, accumulation)
         if device.type == "cpu":
             runtime.keep_freed_memory()
@@ -86,14 +87,14 @@ class Run:
         self.scaler = scaler = setup.scaler()
         self.saver = checkpoint.Saver(config, distributed, meta["tokenizer"], evaluation)
         restored = self.saver.restore(model, optimizer, scaler)
-        # evaluated: False if this step's evaluation is to come.
+        # step: steps done; evaluated: False if this step's evaluation is to come.
         self.step, self.sequences_seen, self.evaluated = restored
         self.saved_step = self.step  # of the newest checkpoint
         self.val_loss: float | None = None
         phase = {"dtype": config.dtype, "compiled": setup.compile, "segments": model.packed}
         self.attention = model.plan(config.batch_size, distributed, **phase)[0].chosen  # layer 0's
         model.plan(config.batch_size, distributed, **phase, training=False, grad=False)
-        self.module: nn.Module = model  # to call; FSDP has changed it in place
+        self.module: nn.Module = model  # to call: FSDP compiles its blocks, DDP wraps it
         if config.parallel == "ddp":
             compiled = setup.compiled(model, self.micro_steps)
             self.module = parallel.replicate(compiled, distributed)

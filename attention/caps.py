@@ -167,12 +167,12 @@ class Partial:
     ``backward(dout, q, k, v, out, L, spec, offset, segments) -> (dq, dk, dv)``: the share of these
     keys; out and L of whole rows.
 
-    `offset` as in visible(), `segments` None or ids (B, Tq) and (B, Tk); with spec.alibi also
-    `alibi_slopes=`. A Spec that is not causal gets all keys at once."""
+    `offset` as in visible(), `segments` None or ids (B, Tq) and (B, Tk). Where the Spec has them,
+    also `sinks=`, `seed=` (of dropout), `alibi_slopes=`. Not causal: all keys at once."""
 
     forward: Callable[..., tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, ...]]
-    dropout: bool = False  # both may get `sinks=` and `seed=`
+    dropout: bool = False
 
 
 @dataclass(frozen=True)

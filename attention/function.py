@@ -43,9 +43,10 @@ def whole(backend: Backend) -> Callable[..., Tensor]:
 
 def _run(f: Callable[..., Any], spec: Spec, offset: int, tensors: tuple[Tensor, ...],
          *more: Tensor | None) -> Any:
-    """Pass only arguments that the kernel has."""
-    segments = None if more[3] is None else more[3:]
-    options = zip(("sinks", "seed", "alibi_slopes"), more)
+    """`more`: sinks, seed, alibi_slopes, only passed if given; seg_q, seg_k."""
+    *given, seg_q, seg_k = more
+    segments = None if seg_q is None else (seg_q, seg_k)
+    options = zip(("sinks", "seed", "alibi_slopes"), given)
     with autocast_off(tensors[0]):  # backward runs in autograd's context
         return f(*tensors, spec, offset, segments, **{n: t for n, t in options if t is not None})
 

@@ -157,8 +157,8 @@ def packages(*names: str) -> tuple[str, ...]:
 
 # --- hub:org/repo@commit ---
 
-SINKS = ("s_aux", "learnable_sink")  # in FlashAttention-3's forks, in FlashAttention-4
-CAPS = Caps(dtypes=("float16", "bfloat16", "float32"), right=True, dropout=False, scale=True,
+HUB_SINKS = ("s_aux", "learnable_sink")  # in FlashAttention-3's forks, in FlashAttention-4
+HUB_CAPS = Caps(dtypes=("float16", "bfloat16", "float32"), right=True, dropout=False, scale=True,
             softcap=True, sinks=True, packages=("kernels>=0.17",))  # 0.17: trust_remote_code=[...]
 
 
@@ -172,7 +172,7 @@ def of_hub(name: str) -> Backend:
     if not (found := re.fullmatch(r"hub:([\w.-]+/[\w.-]+)@([0-9a-f]{40})", name)):
         raise ValueError(f"expected hub:org/repo@ and the 40 hex digits of a commit, got {name!r}")
     title = f"{found[1]} of the hub at {found[2][:8]}"
-    return Backend(name, title, not_loaded, (CAPS,), "sdpa", install="pip install kernels",
+    return Backend(name, title, not_loaded, (HUB_CAPS,), "sdpa", install="pip install kernels",
                    fullgraph=False)
 
 
@@ -187,13 +187,13 @@ def loaded(name: str) -> Backend:
     functions = [module.flash_attn_func, *([varlen] if varlen else [])]
     parameters = [inspect.signature(f).parameters for f in functions]
     accepts = frozenset.intersection(*map(frozenset, parameters))
-    sinks = next((s for s in SINKS if s in accepts), "")
+    sinks = next((s for s in HUB_SINKS if s in accepts), "")
     unbounded = None  # for an unlimited side
     if "window_size" in accepts:
         default = parameters[0]["window_size"].default
         unbounded = default[0] if isinstance(default, (tuple, list)) else -1
     caps = replace(
-        CAPS, window="window_size" in accepts, segments=varlen is not None, sinks=bool(sinks),
+        HUB_CAPS, window="window_size" in accepts, segments=varlen is not None, sinks=bool(sinks),
         scale="softmax_scale" in accepts, softcap="softcap" in accepts,
         deterministic="deterministic" in accepts)
     package = replace(package, unbounded=unbounded, accepts=accepts, sinks=sinks)

@@ -79,7 +79,7 @@ class Plans:
                  specs: Callable[..., Sequence[Spec]] | None = None, length: int = 0) -> None:
         self.name, self.policy, self.specs, self.length = name, policy, specs, length
         self.chosen: dict[Key, Resolution] = {}
-        self.known: dict[Phase, Plan] = {}  # by plain tuples
+        self.known: dict[Phase, Plan] = {}
         self.refused: dict[Key, Failed] = {}  # by proofs
 
     def __reduce__(self) -> tuple[type[Plans], tuple[object, ...]]:
@@ -101,7 +101,7 @@ class Plans:
         def prove() -> Resolution:
             if chosen := proved():  # by another thread
                 return chosen
-            self.chosen.pop(key, None)  # stops traced code if this raises
+            self.chosen.pop(key, None)  # no later trace takes it if this raises
             if self.name == "fastest":
                 chosen = fastest(spec, device, shape, self.policy, ranks)
             else:
@@ -199,10 +199,15 @@ def store(key: str, value: object, file: str = "fastest.json") -> None:
         path = memory().with_name(file)
         path.parent.mkdir(parents=True, exist_ok=True)
         new = path.with_name(f"{file}.{os.getpid()}.partial")  # other processes may read
-        new.write_text(json.dumps({**stored(file), key: value}, indent=1), encoding="utf-8")
-        new.replace(path)
+        new.unlink(missing_ok=True)
+        try:
+            with new.open("x", encoding="utf-8") as f:  # through no link
+                json.dump({**stored(file), key: value}, f, indent=1)
+            new.replace(path)
+        finally:
+            new.unlink(missing_ok=True)
     except OSError as e:
-        log.warning(f"{file} cannot be written: {e}")
+        log.warning(f"{file} cannot be written, so the next start measures again: {e}")
 
 
 def memory_key(spec: Spec, machine: Machine) -> str:

@@ -112,7 +112,7 @@ class Candidate:
         return sum(p.numel() for name, p in self.model.named_parameters() if "wpe" not in name)
 
     def gradient_norm(self) -> float:
-        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+        grads = [p.grad.float() for p in self.model.parameters() if p.grad is not None]
         return float(torch.nn.utils.get_total_norm(grads))
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:

@@ -87,7 +87,8 @@ def free_memory(device: torch.device) -> int:
 def failure(error: BaseException) -> str:
     kinds = MemoryError, torch.OutOfMemoryError
     full = isinstance(error, kinds) or NO_MEMORY.search(str(error))
-    return f"{'out of memory' if full else type(error).__name__}: {first_line(error)}"
+    why = first_line(error) if str(error).strip() else "no message"
+    return f"{'out of memory' if full else type(error).__name__}: {why}"
 
 
 def reason(error: Exception) -> str:

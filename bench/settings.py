@@ -34,7 +34,7 @@ TRAINING = KERNEL | MODEL | STEP | {
     "peak_tflops",
 }  # fmt: skip
 RATES = {"learning_rate", "min_lr", "decay_lr", "muon_rates"}
-# A config file may be a run's: its options without effect are no error there, but these are.
+# A config file may be of a run: its options without effect are no error there, but these are.
 CHANGING = {"document_mask", "context_parallel", "init_from"}
 # Options without effect: without another one, and with another one.
 NEEDS = {"bandwidth_gbs": "profile", "products_tflops": "profile"}

@@ -64,7 +64,7 @@ ASSUMED: dict[str, Json] = {
 }
 # Supported values, or None.
 FIXED: dict[str, tuple[Any, ...]] = {
-    "activation_function": (*GELUS,), "scale_attn_weights": (True,), "mlp_bias": (False,),
+    "scale_attn_weights": (True,), "mlp_bias": (False,),
     "scale_attn_by_inverse_layer_idx": (False,), "hidden_act": ("silu",), "pretraining_tp": (1,),
     "attention_bias": (False,), "partial_rotary_factor": (1,), "rope_interleaved": (False,),
     "quantization_config": (None,), "add_cross_attention": (False,),
@@ -168,14 +168,15 @@ def save_hf(model: GPT, folder: str | Path, vocab_size: int | None = None, **mor
         if parts[-1] and sum(t.nbytes for t in (*parts[-1].values(), tensor)) > SHARD:
             parts.append({})
         parts[-1][name] = tensor
-    files, n = [WEIGHTS], len(parts)
+    n = len(parts)
+    files = [f"model-{i:05d}-of-{n:05d}.safetensors" for i in range(1, n + 1)]
+    files = files if n > 1 else [WEIGHTS]
+    for file, part in zip(files, parts, strict=True):
+        store.save_weights(part, folder / file)
     if n > 1:
-        files = [f"model-{i:05d}-of-{n:05d}.safetensors" for i in range(1, n + 1)]
         where = {name: file for file, part in zip(files, parts) for name in part}
         size = {"total_size": sum(t.nbytes for t in weights.values())}
         store.save_json({"metadata": size, "weight_map": where}, folder / f"{WEIGHTS}.index.json")
-    for file, part in zip(files, parts, strict=True):
-        store.save_weights(part, folder / file)
     store.save_json(config, folder / "config.json")
 
 
@@ -186,8 +187,9 @@ def read_config(saved: Any, source: str, **changes: object) -> GPTConfig:
     if not isinstance(kind, str) or kind not in ASSUMED:
         raise FileError(f"{source} has model_type={kind!r}, expected one of {', '.join(ASSUMED)}")
     saved = ASSUMED[kind] | saved
-    for name, values in FIXED.items():
-        if saved.get(name) not in (None, *values):
+    fixed = FIXED | ({"activation_function": (*GELUS,)} if kind == "gpt2" else {})
+    for name, values in fixed.items():
+        if name in saved and saved[name] not in values + (None,) * (name in FIXED):
             expected = " or ".join(map(repr, values))
             raise FileError(f"{source} has {name}={saved[name]!r}, expected {expected}")
     family = "gpt2" if kind == "gpt2" else "llama"
@@ -196,7 +198,7 @@ def read_config(saved: Any, source: str, **changes: object) -> GPTConfig:
     sizes = {ours: saved[theirs] for ours, theirs in SIZES[family].items()}
     try:
         more = _from_llama(kind, saved) if kind != "gpt2" else {
-            "bias": True, "gelu": GELUS.get(saved["activation_function"]),
+            "bias": True, "gelu": GELUS[saved["activation_function"]],
             "n_hidden": saved.get("n_inner"), "norm_eps": saved["layer_norm_epsilon"],
             "tied": saved.get("tie_word_embeddings", True)}  # fmt: skip
     except UserError as e:

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
@@ -39,7 +39,9 @@ def resume_command(out_dir: str, distributed: DistInfo) -> str:
     """Resume this run; before its first checkpoint the given command."""
     again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     newest = store.folders(out_dir)[-1:]
-    own = any(again or p.stat().st_mtime >= distributed.began for p in newest)
+    own = False
+    with suppress(FileNotFoundError):  # just moved or deleted
+        own = any(again or p.stat().st_mtime >= distributed.began for p in newest)
     words = ["--init_from=resume", f"--out_dir={out_dir}"] if own else sys.argv[1:]
     return f"{distributed.launcher} train.py {command(*words)}"
 

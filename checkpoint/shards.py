@@ -2,6 +2,8 @@
 
 shards/__0_0.distcp ...   a file for each process: parts of tensors, by torch.save
 shards/index.json         dtype and shape of each tensor; place and CRC-32 of each part
+
+torch.distributed.checkpoint has a pickle for an index, which could run code.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ class Checkpoint:
             return self.shards(lambda shards: shards.whole("model."))
         return dict(read_file(self.folder, "model.safetensors"))
 
-    def rest(self) -> Json:
+    def rest(self) -> Json:  # moments, random states
         return dict(read_file(self.folder, "optimizer.pt"))
 
     def model(self, policy: Policy = Policy(), **changes: object) -> GPT:
@@ -192,7 +192,7 @@ def read_file(folder: Path, name: str, reader: Callable[[Path], Any] | None = No
 
 
 def _verified(folder: Path, name: str, reader: Callable[[Path], Any] | None = None) -> Any:
-    """Raise ValueError for another CRC-32; warn for JSON, which people edit."""
+    """The file's content. ValueError: another CRC-32; a warning for JSON, which people edit."""
     path, sums = folder / name, folder / CHECKSUMS
     content = (reader or READERS[name])(path)
     if sums.exists() and read_json(sums, dict[str, int]).get(name) != _crc32(path):

@@ -101,7 +101,7 @@ def gather(cls: type, argv: Sequence[str], *, ignored: Mapping[str, str] = {},
     fields = {name: name for name in hints}
     fields |= {name: field for name, field in ALIASES.items() if field in hints}
     switches = {name for name, field in fields.items() if hints[field] in (bool, bool | None)}
-    options = _split(argv, switches, positional or "config")
+    options = _split(argv, {*fields, "config"}, switches, positional or "config")
     known = {field.name: field.default for field in dataclasses.fields(cls)}
     used: set[str] = set()
     files = [path for name, path in options if name == "config"]
@@ -230,7 +230,8 @@ def _may_be_none(hint: object) -> bool:
 # --- the command line ---
 
 
-def _split(argv: Sequence[str], switches: Collection[str], bare: str) -> list[tuple[str, str]]:
+def _split(argv: Sequence[str], known: Collection[str], switches: Collection[str],
+           bare: str) -> list[tuple[str, str]]:  # fmt: skip
     """(name, text) of options; bare: the name of a word without one."""
     options: list[tuple[str, str]] = []
     rest = [word for word in argv if word not in ("-h", "--help")]
@@ -243,9 +244,9 @@ def _split(argv: Sequence[str], switches: Collection[str], bare: str) -> list[tu
         elif not equals and name in switches and (rest[:1] or [""])[0].lower() not in SWITCH_WORDS:
             text = "True"
         elif not equals:
-            if not rest:
+            if not rest and name in known:
                 raise UserError(f"--{name}: expected a value, write --{name}=...")
-            text = rest.pop(0)
+            text = rest.pop(0) if rest else ""
         options.append((name, text))
     return options
 

@@ -42,8 +42,8 @@ QUOTED = r'(\S+) (\S+)(?: from "(.+?)" to "(.+?)")?( plain)?'
 OPTIONS = r".*dropout\(.*\n|, alibi_slopes|\[\.\.\., :Tk\]|  # the sink has no value"
 FACTOR = r"\(Z_ij \* (\w+)\)|Z_ij \* \((.+)\)"  # of dropout
 REPOSITORY = re.findall(r'\nRepository = "(.+)"', (ROOT / "pyproject.toml").read_text("utf-8"))[0]
-CODE = f"{REPOSITORY}/blob/main"
-COLAB = CODE.replace("//github.com", "//colab.research.google.com/github")
+CODE_URL = f"{REPOSITORY}/blob/main"
+COLAB = CODE_URL.replace("//github.com", "//colab.research.google.com/github")
 BADGE = "[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]"
 NOTEBOOKS = ("attention", "qualify")
 LEFT_OUT = "## Train on your own kernel"  # it needs files next to train.py
@@ -154,7 +154,7 @@ def notebook(name: str) -> str:
     text = (ROOT / "notebooks" / f"{name}.md").read_text(encoding="utf-8")
     text = re.sub(r"^<!-- include: (\S+) -->$", lambda m: included(ROOT / m[1]), text, flags=re.M)
     badge = f"{BADGE}({COLAB}/notebooks/{name}.ipynb)"
-    for mark, words in (("repository", REPOSITORY), ("code", CODE), ("badge", badge)):
+    for mark, words in (("repository", REPOSITORY), ("code", CODE_URL), ("badge", badge)):
         text = text.replace(f"{{{{{mark}}}}}", words)
     cells: list[Cell] = []
     for n, part in enumerate(re.split(FENCE % r"\{code-cell\}", text, flags=re.M)):
@@ -186,7 +186,7 @@ def included(path: Path) -> str:
 
     def absolute(link: re.Match[str]) -> str:
         target = (path.parent / link[1]).resolve()
-        return f"]({CODE}/{target.relative_to(ROOT).as_posix()})"
+        return f"]({CODE_URL}/{target.relative_to(ROOT).as_posix()})"
 
     page = without_marks(path.read_text(encoding="utf-8"))
     page = re.sub(FENCE % "math", lambda m: f"$$\n{m[1]}$$", page, flags=re.M)

@@ -19,7 +19,7 @@ from pathlib import Path
 import explain
 from core.settings import UserError, exit_on_user_error, read
 from course import ROOT
-from course.build import CODE, REPOSITORY, without_marks
+from course.build import CODE_URL, REPOSITORY, without_marks
 
 PROMPT = "To be, or not to be, that is the question"
 
@@ -84,7 +84,7 @@ def relinked(page: str, path: Path, shown: set[Path]) -> str:
             return found[0]
         if not target.exists():
             raise UserError(f"{path.name}: a link to {found[2]}, which does not exist")
-        return f"{found[1]}{CODE}/{target.relative_to(ROOT).as_posix()}{hash_}{anchor}"
+        return f"{found[1]}{CODE_URL}/{target.relative_to(ROOT).as_posix()}{hash_}{anchor}"
 
     return re.sub(r"(\]\(|^\[\d+\]: )(?!http|#)([^)\s]+)", link, page, flags=re.M)
 

@@ -2,7 +2,7 @@
 
 An epoch visits each window of block_size tokens once, in random order, from a random offset. Files
 have ids in uint16 (ours also uint32); those of llm.c and modded-nanogpt after 256 int32: 20240520,
-1, the number of tokens. Other programs' files are checked at each read.
+1, the number of tokens. Files of `shards` are checked at each read.
 """
 
 from __future__ import annotations

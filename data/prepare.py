@@ -55,7 +55,8 @@ def prepare(dataset: str, config: PrepareConfig) -> None:
     """Nothing is written if the dataset is there. Raises UserError."""
     if dataset not in DATASETS:
         known = f"{', '.join(DATASETS)}; your text: python -m data text --source=PATH"
-        raise FileError(f"dataset {dataset!r}: expected one of {known}")
+        raise FileError(f"dataset {dataset!r}: expected one of {known}" if dataset else
+                        f"name a dataset: {known}")  # fmt: skip
     out_dir = Path(config.out_dir or Path(__file__).parent / dataset)
     named = printable(out_dir)
     made_from, tokenizer = _made_from(dataset, config)

@@ -150,7 +150,7 @@ def _web_texts(name: str, configuration: str | None, key: str) -> Iterator[str]:
         from huggingface_hub.utils import OfflineModeIsEnabled
 
         with suppress(OfflineModeIsEnabled):  # perhaps it is cached
-            HfApi().dataset_info(name)  # load_dataset() would retry for 23 s
+            HfApi().dataset_info(name, timeout=30)  # load_dataset() would retry
         rows = load_dataset(name, configuration, split="train", streaming=True)
         for number, row in enumerate(rows, 1):
             yield _text(row, key, f"{name}, row {number}")

@@ -41,7 +41,7 @@ Tables = tuple[np.ndarray, np.ndarray, np.ndarray]
 def build(pattern: str, tokens: Sequence[bytes], stop: Sequence[int]) -> Tables:
     """Tables of an expression over `tokens`, ended by `stop`. Raises ValueError."""
     sent = pickle.dumps((pattern, [*tokens], [*stop]))
-    why = f"needs more than {SECONDS} seconds of a core, {GIGABYTES} GB or {STATES:,} states"
+    why = f"it needs more than {SECONDS} seconds of a core, {GIGABYTES} GB or {STATES:,} states"
     with suppress(subprocess.TimeoutExpired):  # the process limits the processor's time
         done = subprocess.run(
             [sys.executable, __file__], input=sent, capture_output=True, timeout=4 * SECONDS
@@ -77,7 +77,7 @@ def tables_of(pattern: str, tokens: list[bytes], stop: list[int]) -> Tables:
         least[near] = least[step[near]].min(1) + 1
     alive = least < NEVER
     if not alive[step[0]].any():
-        raise ValueError(f"matches no text of the model's {len(tokens)} tokens but ''")
+        raise ValueError(f"it matches no text of the model's {len(tokens)} tokens but ''")
     renamed = np.where(alive, START + np.cumsum(alive) - 1, DEAD)
     ends = np.where(accepts[alive], END, DEAD)
     columns = [np.zeros_like(ends), *renamed[step[alive]].T]  # no token, classes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from inference.sampling import ENDED
-from inference.serve import Prompts, Scheduler
+from inference.serve import Prompt, Scheduler
 from model import GPT
+
+Prompts = str | Tensor | Sequence[Prompt]
 
 
 def generate(model: GPT, idx: Prompts, max_new_tokens: int, **options: Any) -> Any:
@@ -21,7 +23,7 @@ def generate(model: GPT, idx: Prompts, max_new_tokens: int, **options: Any) -> A
     Returns (B, T + n) int64 for a tensor, an ended row's last token repeated; a list of (T_i +
     n_i,) int64 for a list; for texts whole texts, up to an end token or stop string.
     """
-    scheduler = Scheduler(model, idx, max_new_tokens, **options)
+    scheduler = _scheduler(model, idx, max_new_tokens, **options)
     deque(scheduler.tokens(), maxlen=0)
     made: list[Any] = [
         torch.tensor([*row.prompt, *row.new], device=scheduler.device) if row.text is None
@@ -43,7 +45,7 @@ def stream(model: GPT, idx: Prompts, max_new_tokens: int, **options: Any) -> Ite
     Yields (B,) int64 on the CPU; ENDED (-1) for a row that has ended.
     Raises ValueError: an option is out of range, a prompt is empty, or no match is short enough.
     """
-    scheduler = Scheduler(model, idx, max_new_tokens, **options)
+    scheduler = _scheduler(model, idx, max_new_tokens, **options)
     # A prompt that waits for a shared prefix is a token late.
     ready: list[deque[int]] = [deque() for _ in scheduler.known]
     with closing(scheduler.tokens()) as tokens:
@@ -54,3 +56,8 @@ def stream(model: GPT, idx: Prompts, max_new_tokens: int, **options: Any) -> Ite
                 if set(got) == {ENDED}:
                     return
                 yield torch.tensor(got)
+
+
+def _scheduler(model: GPT, idx: Prompts, *args: Any, **options: Any) -> Scheduler:
+    len(idx)  # TypeError: only serve.stream() takes an iterator
+    return Scheduler(model, idx, *args, **options)

@@ -311,7 +311,7 @@ class Scheduler:
 
     def _forward(self, function: Callable[..., T], rows: Sequence[Row], *args: object) -> T:
         """function(read, *args); read: next_logits()'s."""
-        pool, first = self.cache.pool, self.batch.index(rows[0])
+        pool, first = self.cache.pool, self.batch.index(rows[0])  # rows: a run of the batch
         slot, end = (t[first : first + len(rows), None] for t in (self.slot, self.length))
         counts = [0 if row.done else self._reads(row) for row in rows]
         T, last, at = max(counts), None, end - max(counts)  # (B, 1)

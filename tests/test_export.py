@@ -84,7 +84,9 @@ def test_a_missing_window_is_that_of_transformers(family, transformers):
     config = getattr(transformers, f"{family}Config")(**SIZES, use_sliding_window=True)
     saved = {**SIZES, "model_type": family.lower(), "use_sliding_window": True,
              "max_window_layers": 0, "max_position_embeddings": 8192}
-    assert {*families.read_config(saved, "here").windows} == {config.sliding_window}
+    unused = {"activation_function": "relu"}  # GPT-2's name
+    found = families.read_config(saved | unused, "here")
+    assert {*found.windows} == {config.sliding_window}
 
 
 REFUSED: dict[str, dict[str, Any]] = {
@@ -99,6 +101,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "hidden_act": {"hidden_act": "gelu"}, "layer_types": {"layer_types": ["full_attention"]},
     "quantization_config": {"quantization_config": {"quant_method": "fp8"}},
     "chunked": {"model_type": "qwen3", "layer_types": ["full_attention", "chunked_attention"]},
+    "activation_function=None": {"model_type": "gpt2", "activation_function": None},
     "'mixtral'": {"model_type": "mixtral"}, "'qwen3_moe'": {"model_type": "qwen3_moe"},
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -205,7 +206,14 @@ def test_a_damaged_file_of_rates_is_measured_again(value: Any, kept: Path, caplo
     kept.unlink()
     kept.mkdir()  # it cannot be kept: measured each time, with a warning
     assert [flops.peak("cpu", "float32").tflops for _ in range(2)] == [3.0, 4.0]
-    assert len(caplog.records) == 2
+    assert len(caplog.records) == 2 and [*kept.parent.iterdir()] == [kept]
+
+
+def test_rates_are_not_written_through_a_link(kept: Path) -> None:
+    (precious := kept.with_name("precious")).write_text("mine", encoding="utf-8")
+    kept.with_name(f"rates.json.{os.getpid()}.partial").symlink_to(precious)
+    assert [flops.peak("cpu", "float32").tflops for _ in range(2)] == [1.0, 1.0]
+    assert precious.read_text(encoding="utf-8") == "mine" and not kept.is_symlink()
 
 
 def test_a_rate_of_a_busy_machine_is_measured_again_when_it_is_idle(

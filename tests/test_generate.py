@@ -393,6 +393,9 @@ def test_invalid_options_are_named(kv) -> None:
     for function in (engine.generate, engine.stream, serve.stream):
         with pytest.raises(TypeError, match="'temprature'"):
             list(function(build(), tokens(T=5), 5, temprature=1))
+    for function in (engine.generate, engine.stream):  # else it would have no result
+        with pytest.raises(TypeError, match="iterator"):
+            list(function(build(), iter([[1, 2]]), 5, slots=2))
 
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -110,7 +110,7 @@ def maps(calls: list[Call]) -> Json:
         # (L, H, T (T + 1) / 2): the lower triangle of P, times levels
         "weights": pack(np.rint(cells * levels).astype(kind)),
         "levels": levels,
-        "seen": [seen(call) for call in calls],  # of each layer and query
+        "seen": [seen(call) for call in calls],  # [first, stop) of each layer and query
         "layers": [agreement(call) for call in calls],
         # In nats, of each layer and head: the mean over later queries.
         "entropy": [torch.special.entr(x[:, late]).sum(dim=-1).mean(dim=-1).tolist() for x in P],
@@ -173,4 +173,5 @@ def agreement(call: Call) -> Json:
     error, largest = float(off.max()), float(exact.abs().max())
     allowed = allowed_error(float(plain_off.max()), largest, largest, call.q.dtype)
     heads = off.amax(dim=(0, 1, 3)).tolist()  # (H,)
+    # error: the largest difference; heads: of each.
     return {"error": error, "allowed": allowed, "agrees": error <= allowed, "heads": heads}

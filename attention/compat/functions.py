@@ -154,12 +154,12 @@ def flash_attn_with_kvcache(
     """Attention to a cache, without gradients; k and v (B, T_new, Hkv, D) are first appended to it,
     in place. A ValueError leaves the cache as it was.
 
-    q (B, Tq, H, D) is aligned with the last keys of k_cache and v_cache (B or more, S, Hkv, D), or
-    with block_table (page_table in FlashAttention-3, (B, columns) int32) (pages, page_size, Hkv,
-    D). cache_seqlens: tokens before this call, (B,) int32 or one number; None: S. cache_batch_idx,
+    q (B, Tq, H, D) is aligned with the last keys. k_cache, v_cache: (B or more, S, Hkv, D); with
+    block_table (B, columns) int32 (FlashAttention-3: page_table) (pages, page_size, Hkv, D).
+    cache_seqlens: tokens before this call, (B,) int32 or one number; None: S. cache_batch_idx,
     cache_leftpad: (B,), row in the cache, first slot that is read. rotary_cos, rotary_sin:
-    (positions, R), rows as in docs/ATTENTION.md. Returns out (B, Tq, H, D), and any L (B, H, Tq)
-    float32."""
+    (positions, R), rows as in docs/ATTENTION.md, or of rotary_seqlens (B,). Returns out (B, Tq, H,
+    D), and any L (B, H, Tq) float32."""
     table = page_table if block_table is None else block_table
     paged = table is not None
     sizes: dict[str, int] = {}

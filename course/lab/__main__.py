@@ -22,7 +22,7 @@ from typing import Literal
 import torch
 from pydantic import PositiveFloat, PositiveInt
 
-from core.files import write_at_once
+from core.files import refuse_link, write_at_once
 from core.settings import UserError, check_fields, did_you_mean, exit_on_user_error, read
 from course import figures
 from course.lab import training
@@ -71,11 +71,12 @@ def main(argv: Sequence[str]) -> int:
             says = f"{path} is of {content['settings']}, not of {how}; use another --out_dir"
             raise UserError(says)
     path.parent.mkdir(parents=True, exist_ok=True)
+    refuse_link(path)  # before minutes of training
     try:
         run(config, content, path)
     finally:
         if content["rows"] or content["speed"]:
-            print(f"\n{table(content)}\n\nwritten: {path}")
+            print(f"\n{table(content)}\n\nin {path}")
     return 0
 
 
