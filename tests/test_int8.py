@@ -78,6 +78,8 @@ def test_the_model_is_nearly_what_it_was() -> None:
     after, found = made(x)[0], layer(torch.ones(1, 64))
     assert found[0, 1] == layer.bias[1] and (found - plain).abs().max() < 0.1 * plain.abs().max()
     assert 0 < (before - after).abs().max() < 0.1 * before.abs().max()
+    ratio = (before * after).sum() / before.square().sum()
+    torch.testing.assert_close(ratio, torch.tensor(1.0), atol=4e-3, rtol=0)  # unbiased
     targets = x.masked_fill(x % 3 == 0, -1)  # which count for nothing
     want = -after.log_softmax(-1)[0, x[0], x[0]][targets[0] >= 0].mean()
     torch.testing.assert_close(made(x, targets)[1], want)
