@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from inference.pages import OutOfPages, PagePool
+from inference.pages import OutOfPages, PagePool, pages_for
 
 
 class Load:
@@ -93,10 +93,22 @@ class Load:
 
 
 def test_the_pool_under_random_load() -> None:
-    for seed in range(400):
+    for seed in (*range(400), 1109, 1186, 1280):  # whose windows disagree on a shared prefix
         load = Load(random.Random(seed))
         for _ in range(60):
             able = [load.begin] if len(load.texts) < 8 else []
             able += [load.step, load.step, load.end] if load.texts else []
             load.draw.choice(able)()
             load.check()
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 5, 8, None])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_a_sequence_holds_what_pages_for_says(size: int, window: int | None) -> None:
+    pool = PagePool({window: 40}, size)
+    seq, most = pool.new(), 0
+    for n in range(1, 31):
+        pool.grow({seq: 1})
+        most = max(most, pool.n_used(window))
+        pool.advance({seq: 1})
+        assert pages_for(n, size, window) == most
