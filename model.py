@@ -107,7 +107,7 @@ class GPTConfig(ModelOptions):
 
 
 class Norm(nn.Module):
-    """LayerNorm with an optional bias, or RMSNorm; computed in float32."""
+    """LayerNorm with an optional bias, or RMSNorm; summed in float32."""
 
     def __init__(self, config: GPTConfig, width: int, rms: bool) -> None:
         super().__init__()

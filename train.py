@@ -178,7 +178,7 @@ def loop(run: Run, meter: Meter, stop: Stop) -> bool:
                            device, (run.step, run.sequences_seen))  # fmt: skip
     runtime.settle(device)
     meter.restart(run.step, timed=False)
-    # x and y (B, T), and with a mask (B, T): where each token's document begins.
+    # x, y and with a mask segments, (micro_steps * B, T): where each token's document begins.
     for batch in batches.prefetch(run.step, config.max_iters, *distributed.data):
         # --- one step ---
         lr = set_learning_rate(run.optimizer, run.step, config)
@@ -307,9 +307,9 @@ def train_step(
     Args:
         module: the model: plain, compiled, DDP or FSDP.
         x, y: (micro_steps * B, T) int64, token ids and their successors (IGNORE: no target).
-        clip, found_inf: see core.optimizer.update().
+        clip, found_inf: of core.optimizer.update(): largest norm, and 1 after a step it left out.
         mark: called with "forward", "backward", "update" and "end".
-        segments: one (micro_steps * B, T) int32, or none: a token sees all before it.
+        segments: one (micro_steps * B, T) int32, equal where tokens see one another, or none.
 
     Returns the loss, float32 (), in nats per token; averaged over processes it is the mean over the
     step's targets. Nothing waits for a GPU.

@@ -34,7 +34,7 @@ BLOCK_M = BLOCK_N = 64  # B_r queries and B_c keys of a tile
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, segments: Tensor | None = None,
            cache: None = None, sinks: Tensor | None = None,
            alibi_slopes: Tensor | None = None) -> Tensor:
-    """q (B, Tq, H, D), k and v (B, Tk, Hkv, D) -> (B, Tq, H, D)."""
+    """q (B, Tq, H, D), k and v (B, Tk, Hkv, D) -> (B, Tq, H, D), by function.py's autograd."""
     seed = torch.randint(2**62, (), device="cpu") if spec.dropout else None
     return attention(q, k, v, spec, kernel=PARTIAL, segments=segments, sinks=sinks, seed=seed,
                      alibi_slopes=alibi_slopes)[0]
@@ -149,7 +149,7 @@ def masked_tiles(rows: list[slice], cols: list[slice], offset: int, spec: Spec,
                  segments: Pair) -> list[list[bool]]:
     masked = [[wholly_masked(I, J, offset, spec.window, spec.right) for J in cols] for I in rows]
     if segments is None or symbolic(segments[1]) or not (
-            0 <= offset == cols[-1].stop - rows[-1].stop):  # else ids between keys and queries
+            0 <= offset == cols[-1].stop - rows[-1].stop):  # else keys between have other ids
         return masked
     number = begins(segments[1]).cumsum(dim=1).cpu()  # (B, Tk)
     first_q = number[:, [offset + I.start for I in rows], None]  # (B, rows, 1)
