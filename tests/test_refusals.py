@@ -56,7 +56,7 @@ REFUSED: dict[str, dict[str, str]] = {  # how command lines begin and end, words
         "--init_from=ckpt.pt": "--dataset 41",
         "--init_from=ckpt.pt --dataset=./gone": "gone/meta.json"},
     "sample --out_dir=run": {
-        "--stop": "--stop", "--no-compile": "--no_compile", "--temperature=-1": "temperature",
+        "--stop": "--stop", "--no-compile": "'--compile'", "--temperature=-1": "temperature",
         "--top_p=0": "top_p", "--top_k=0": "top_k",
         "--num_samples=0": "num_samples", "--temprature=1": "--temperature",
         "--checkpoint=newest": "latest", "--regex='('": "'('", "--regex='[a-z]{501}'": "501",

@@ -24,7 +24,9 @@ from test_metrics import called, fake_wandb
 from test_train import Run, data_dir, refusal, run, run_line
 
 import checkpoint
+from checkpoint.run import resume_command
 from core import files, metrics
+from core.parallel import DistInfo
 from model import GPT
 
 # Dropout, two micro-steps and evaluations in between: whatever draws random numbers or keeps state.
@@ -343,3 +345,8 @@ def test_wandb_is_resumed_in_the_folder_of_its_run_only(out, monkeypatch, caplog
     begun = [begun.kwargs for begun in called(wandb, "init")]
     assert [how["project"] for how in begun] == ["theirs", "theirs", "nanoattn"]
     assert [how.get("id") for how in begun] == [None, "abc", None]
+
+
+def test_a_folder_that_just_vanished_spoils_no_advice(tmp_path: Path) -> None:
+    (tmp_path / "step-00000004").symlink_to(tmp_path / "gone")
+    assert "train.py" in resume_command(str(tmp_path), DistInfo(torch.device("cpu")))
