@@ -90,7 +90,7 @@ def text(folder: Path) -> Json:
     pages = (page.read_text(encoding="utf-8") for page in sorted(ROOT.glob("docs/**/*.md")))
     source.write_text("\n".join(pages), encoding="utf-8")
     with redirect_stdout(sys.stderr):
-        data.prepare("shakespeare_char", PrepareConfig(out_dir=str(out), source=str(source)))
+        data.prepare(PrepareConfig("shakespeare_char", str(source), out_dir=str(out)))
     V = data.read_meta(out)["vocab_size"]
     return {"vocab_size": V, "data_dir": str(folder), "dataset": out.name}
 

@@ -9,8 +9,7 @@ from data.prepare import PrepareConfig, prepare
 
 
 def main(argv: list[str]) -> int:
-    config = read(PrepareConfig, argv, positional="dataset").settings
-    prepare(config.dataset or "", config)
+    prepare(read(PrepareConfig, argv, positional="dataset").settings)
     return 0
 
 

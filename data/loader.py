@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # `python -m data` needs no torch
     Batch = tuple[torch.Tensor, ...]
 
 MAGIC, VERSION = 20240520, 1
-HEADER = 256  # int32
+HEADER = 1024  # bytes, int32
 SAMPLE = 2**17  # bytes
 OTHERS = {b"\x93NUMPY": "a .npy file", MAGIC.to_bytes(4, "little"): "a shard of llm.c"}
 SCAN = 2**16  # tokens
@@ -105,53 +105,69 @@ def fits(V: int, model_vocab: int) -> bool:
     return model_vocab in (V, padded(V))
 
 
-def bits_per_byte(meta: Json, nats: float, split: str = "val") -> float | None:
-    """Nats per token to bits per byte; None: bytes unknown."""
-    tokens, size = meta["tokens"][split], meta.get("bytes", {}).get(split)
-    return nats / math.log(2) * tokens / size if size else None
+def bits_per_byte(meta: Json, nats: float) -> float | None:
+    """Nats per token of validation to bits per byte; None: bytes unknown."""
+    size = meta.get("bytes", {}).get("val")
+    return nats / math.log(2) * meta["tokens"]["val"] / size if size else None
 
 
-@dataclass(eq=False)
 class Tokens:
-    """Files as one mapped array of tokens: len() and slices."""
+    """The ids of a split, uint16 or uint32, mapped: len() and slices. Raises UserError: too short
+    for block_size; an id >= vocab_size (of more than 2**24 tokens in 256 places, others when read);
+    `documents` (batches get their starts), but no token ends one."""
 
-    files: list[Json]  # schema.Shard
-    dtype: np.dtype
-    vocab_size: int
-    documents: tuple[int, bool] | None  # eot and begins of document_starts()
-    again: str  # advice if a file has changed
-
-    def __post_init__(self) -> None:
+    def __init__(self, folder: str | Path, split: str, block_size: int, vocab_size: int,
+                 documents: bool = False) -> None:  # fmt: skip
+        meta, path = read_meta(folder), Path(folder) / f"{split}.bin"
+        words = ["prepare.py"]
+        if "dataset" in meta:
+            options = meta.get("options", {}) | {"out_dir": path.parent, "force": True}
+            words = ["python", "-m", "data", meta["dataset"]]
+            words += [f"--{option}={value}" for option, value in options.items()]
+        self.again = f"prepare it again: {command(*words)}"
+        own = {"path": str(path), "skip": 0, "tokens": meta["tokens"][split]}
+        self.files = meta["shards"][split] if "shards" in meta else [own]
         self.begins = np.cumsum([0, *(file["tokens"] for file in self.files)])
-        self.maps: list[np.ndarray] = []
+        self.dtype = np.dtype(meta.get("dtype", "uint16")).newbyteorder("<")
+        self.vocab_size = min(vocab_size, meta["vocab_size"])  # the model's is rounded up
+        eot = meta["tokenizer"].get("eot")
+        if meta["tokenizer"]["name"] == GPT2Tokenizer.name:
+            (eot,) = GPT2Tokenizer.ends
+        if documents and eot is None:
+            raise FileError(f"--document_mask=True: {folder} has no token that ends a document")
+        self.borders = (eot, meta.get("eot_begins", False)) if documents else None
+        self.maps = []
         for file in self.files:
             self._check(file)
             with reading(file["path"]):
                 where = {"offset": file["skip"], "shape": file["tokens"]}
-                mapped = np.memmap(file["path"], self.dtype, "r", **where)
-            self.maps.append(np.asarray(mapped))
+                self.maps.append(np.asarray(np.memmap(file["path"], self.dtype, "r", **where)))
+        if "dtype" not in meta and (got := why_not_uint16(self.maps[0][: SAMPLE // 2].tobytes())):
+            raise FileError(f"{path}: expected uint16 ids, got {got}; {self.again}")
+        if block_size + 1 > (N := len(self)):
+            few = f"fewer than --block_size={block_size} and a target"
+            raise FileError(f"{folder} has {N} {split} tokens, {few}")
+        for place in np.linspace(0, max(0, N - SCAN), 256).astype(int):
+            _ = self[place : place + SCAN]
 
     def __len__(self) -> int:
         return int(self.begins[-1])
 
     def __getitem__(self, part: slice) -> np.ndarray:
         start, stop, _ = part.indices(len(self))
-        found: list[np.ndarray] = []
+        found = [np.empty(0, self.dtype)]
         while start < stop:
-            i = self._file(start)
+            i = int(np.searchsorted(self.begins, start, side="right")) - 1
             if "mtime_ns" in self.files[i]:  # not our own
                 self._check(self.files[i])
             begin, end = self.begins[i : i + 2].tolist()
-            found.append(self.maps[i][start - begin : stop - begin])
+            ids = self.maps[i][start - begin : stop - begin]
+            if ids.max() >= self.vocab_size:
+                at = f"{self.files[i]['path']}, token {start - begin + int(ids.argmax()):,}"
+                raise FileError(f"{at} is {ids.max()}, but the vocabulary is {self.vocab_size}")
+            found.append(ids)
             start = end
-        return found[0] if len(found) == 1 else np.concatenate([np.empty(0, self.dtype), *found])
-
-    def place(self, i: int) -> str:
-        file = self._file(i)
-        return f"{self.files[file]['path']}, token {i - int(self.begins[file]):,}"
-
-    def _file(self, i: int) -> int:
-        return int(np.searchsorted(self.begins, i, side="right")) - 1
+        return found[-1] if len(found) <= 2 else np.concatenate(found)
 
     def _check(self, file: Json) -> None:
         path, size = file["path"], file["skip"] + self.dtype.itemsize * file["tokens"]
@@ -168,42 +184,7 @@ class Tokens:
             raise FileError(f"{path} has changed since the dataset was made; {self.again}")
 
 
-def load(folder: str | Path, split: str, block_size: int, vocab_size: int,
-         documents: bool = False) -> Tokens:  # fmt: skip
-    """The tokens of a split, (N,) uint16 or uint32, mapped; batches get their documents' starts if
-    wanted. Raises UserError: too short for block_size; an id >= vocab_size (of more than 2**24
-    tokens in 256 places, others when read); no token ends a document."""
-    meta, path = read_meta(folder), Path(folder) / f"{split}.bin"
-    words = ["prepare.py"]
-    if "dataset" in meta:
-        options = meta.get("options", {}) | {"out_dir": path.parent, "force": True}
-        words = ["python", "-m", "data", meta["dataset"]]
-        words += [f"--{option}={value}" for option, value in options.items()]
-    name, again = str(path), f"prepare it again: {command(*words)}"
-    files = [{"path": str(path), "skip": 0, "tokens": meta["tokens"][split]}]
-    if "shards" in meta:
-        name = f"{path.with_name('meta.json')} ({split} shards)"
-        files = meta["shards"][split]
-    if not all(file["tokens"] for file in files):
-        raise FileError(f"{name} has no tokens; {again}")
-    eot = meta["tokenizer"].get("eot")
-    if meta["tokenizer"]["name"] == GPT2Tokenizer.name:
-        (eot,) = GPT2Tokenizer.ends
-    if documents and eot is None:
-        raise FileError(f"--document_mask=True: {folder} has no token that ends a document")
-    borders = (eot, meta.get("eot_begins", False)) if documents else None
-    V = min(vocab_size, meta["vocab_size"])  # the model's is rounded up
-    dtype = np.dtype(meta.get("dtype", "uint16")).newbyteorder("<")
-    tokens = Tokens(files, dtype, V, borders, again)
-    N = len(tokens)
-    if "dtype" not in meta and (doubt := why_not_uint16(tokens[: SAMPLE // 2].tobytes())):
-        raise FileError(f"{name}: expected uint16 ids, got {doubt}; {again}")
-    if block_size + 1 > N:
-        raise FileError(f"{name} has {N} tokens, fewer than --block_size={block_size} and a target")
-    places = np.linspace(0, max(0, N - SCAN), 256).astype(int)
-    if (largest := max(int(tokens[a : a + SCAN].max()) for a in places)) >= V:
-        raise FileError(f"{name} has token {largest}, but the vocabulary is {V}")
-    return tokens
+load = Tokens
 
 
 def why_not_uint16(start: bytes) -> str | None:
@@ -225,21 +206,19 @@ def _shard(path: str) -> Json:
     """Another program's file as schema.Shard. Raises UserError."""
     with reading(path), open(path, "rb") as f:
         found, sample = os.fstat(f.fileno()), f.read(SAMPLE)
-    start = sample[: 4 * HEADER]
-    header, skip = np.frombuffer(start[: len(start) // 4 * 4], "<i4").tolist(), 0
-    want, got = "uint16 tokens", why_not_uint16(sample)
+    start, skip, want = sample[:HEADER], 0, "uint16 tokens"
+    header = np.frombuffer(start[: len(start) // 4 * 4], "<i4").tolist()
     # A damaged or other header: text has no such run of zeros.
-    if header[:1] == [MAGIC] or (len(header) == HEADER and not any(header[3:])):
-        if header[:2] != [MAGIC, VERSION] or len(header) < HEADER:
-            want = f"a header of {HEADER} int32 that begins {MAGIC}, {VERSION}"
+    if header[:1] == [MAGIC] or (len(start) == HEADER and not any(header[3:])):
+        if header[:2] != [MAGIC, VERSION] or len(start) < HEADER:
+            want = f"a header of {HEADER // 4} int32 that begins {MAGIC}, {VERSION}"
             got = f"{header[:2]} in {len(start):,} bytes"
             raise FileError(f"{path}: expected {want}; got {got}")
-        skip, got = len(start), None
-        want = f"{header[2]:,} tokens, as its header says"
+        skip, want = HEADER, f"{header[2]:,} tokens, as its header says"
     tokens, rest = divmod(found.st_size - skip, 2)
-    if rest or not tokens or (skip and tokens != header[2]):
-        got = why_not_uint16(sample[skip:]) or f"{found.st_size - skip:,} bytes of tokens"
-    if got:
+    doubt = why_not_uint16(sample[skip:])
+    if rest or not tokens or (tokens != header[2] if skip else doubt):
+        got = doubt or f"{found.st_size - skip:,} bytes of tokens"
         raise FileError(f"{path}: expected {want}; got {got}")
     return {"path": path, "mtime_ns": found.st_mtime_ns, "skip": skip, "tokens": tokens}
 
@@ -255,8 +234,7 @@ def shards_meta(source: str | None) -> Json:
         raise FileError("shards needs --source=PATTERN, as --source='fineweb_*.bin'")
     found: dict[str, list[Json]] = {"train": [], "val": []}
     for path in shard_paths(source):
-        split = "val" if "val" in Path(path).name else "train"
-        found[split].append(_shard(os.path.abspath(path)))
+        found["val" if "val" in Path(path).name else "train"].append(_shard(os.path.abspath(path)))
     for split, what in ("train", "for training"), ("val", "for validation (with val in its name)"):
         if not found[split]:
             raise FileError(f"--source={source}: no file {what}")
@@ -344,13 +322,8 @@ def _gather(tokens: Tokens, T: int, starts: np.ndarray, device: str | torch.devi
 
     cut = np.stack([tokens[start : start + T + 1] for start in starts.tolist()])
     arrays = [(cut[:, :-1], torch.int64), (cut[:, 1:], torch.int64)]
-    if isinstance(tokens, Tokens):
-        if (largest := int(cut.max(initial=0))) >= tokens.vocab_size:
-            row, column = np.argwhere(cut == largest)[0].tolist()
-            at = tokens.place(int(starts[row]) + column)
-            raise FileError(f"{at} is {largest}, but the vocabulary is {tokens.vocab_size}")
-        if tokens.documents:
-            arrays.append((document_starts(cut[:, :-1], *tokens.documents), torch.int32))
+    if isinstance(tokens, Tokens) and tokens.borders:
+        arrays.append((document_starts(cut[:, :-1], *tokens.borders), torch.int32))
     cuda = torch.device(device).type == "cuda"
     batch = []
     # Threads start on device 0, where pinning would create a second context.

@@ -51,15 +51,15 @@ class PrepareConfig:
         check_fields(self)
 
 
-def prepare(dataset: str, config: PrepareConfig) -> None:
+def prepare(config: PrepareConfig) -> None:
     """Nothing is written if the dataset is there. Raises UserError."""
+    dataset = config.dataset or ""
     if dataset not in DATASETS:
         known = f"{', '.join(DATASETS)}; your text: python -m data text --source=PATH"
-        raise FileError(f"dataset {dataset!r}: expected one of {known}" if dataset else
-                        f"name a dataset: {known}")  # fmt: skip
+        raise FileError(f"dataset {dataset!r}: expected one of {known}")
     out_dir = Path(config.out_dir or Path(__file__).parent / dataset)
     named = printable(out_dir)
-    made_from, tokenizer = _made_from(dataset, config)
+    made_from, tokenizer = _made_from(config, dataset)
     if _is_prepared(out_dir, made_from, config.force):
         print(f"{named} is already prepared (--force prepares it again)")
         return
@@ -72,14 +72,14 @@ def prepare(dataset: str, config: PrepareConfig) -> None:
             if dataset == "shards":
                 found = shards_meta(config.source)
             elif dataset == "chars" or dataset.startswith("shakespeare"):
-                tokenizer, found = _write_text(dataset, config, tokenizer, new)
+                tokenizer, found = _write_text(config, tokenizer, new)
             else:
-                found = _write_documents(dataset, config, tokenizer, new)
+                found = _write_documents(config, tokenizer, new)
             train, val = found["tokens"].values()
             if min(train, val) < 2:
                 raise FileError(f"{config.source or dataset} is too short ({train + val} tokens)")
-            V, name = tokenizer.vocab_size, tokenizer.name
-            meta = {**made_from, "tokenizer": tokenizer.to_meta(), "vocab_size": V}
+            V = tokenizer.vocab_size
+            meta = made_from | {"tokenizer": tokenizer.to_meta(), "vocab_size": V}
             # Until the end it describes no tokens.
             write_at_once(out_dir / "meta.json", json.dumps(meta))
             write_at_once(new / "meta.json", json.dumps(meta | found, indent=1))
@@ -94,10 +94,10 @@ def prepare(dataset: str, config: PrepareConfig) -> None:
     n = found.get("files") or sum(map(len, found.get("shards", {}).values()))
     read = f"{n:,} file{'s' * (n > 1)}, " if n else ""
     counts = f"{read}{train:,} training and {val:,} validation tokens"
-    print(f"{named}: {counts}, {V:,} in vocabulary ({name})")
+    print(f"{named}: {counts}, {V:,} in vocabulary ({tokenizer.name})")
 
 
-def _made_from(dataset: str, config: PrepareConfig) -> tuple[Json, Tokenizer]:
+def _made_from(config: PrepareConfig, dataset: str) -> tuple[Json, Tokenizer]:
     """What determines the result, and the tokenizer if not of characters."""
     shaping = [f for f in fields(config) if f.name in set().union(*DATASETS.values())]
     options = {f.name: v for f in shaping if (v := getattr(config, f.name)) != f.default}
@@ -148,29 +148,29 @@ def _is_prepared(out_dir: Path, made_from: Json, force: bool) -> bool:
     return bool(meta.get("source") == made_from["source"])
 
 
-def dtype_for(vocab_size: int) -> np.dtype:
+def _dtype_for(vocab_size: int) -> np.dtype:
     return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
 
 
-def _write_text(dataset: str, config: PrepareConfig, tokenizer: Tokenizer, folder: Path
+def _write_text(config: PrepareConfig, tokenizer: Tokenizer, folder: Path
                 ) -> tuple[Tokenizer, Json]:  # fmt: skip
     """The first 90 % of the characters are for training, as in nanoGPT."""
     files: list[Path] = []
-    text = "\n".join(map("".join, sources.documents(dataset, config, files)))
+    text = "\n".join(map("".join, sources.documents(config, files)))
     cut = int(len(text) * (1 - (config.val_fraction or 0.1)))
-    parts = {"train": text[:cut], "val": text[cut:]}
-    if char := dataset != "shakespeare":
+    if char := config.dataset != "shakespeare":
         tokenizer = CharTokenizer(sorted(set(text)))
     tokenizer.begin = ()  # hardly ever seen in training
-    dtype = dtype_for(tokenizer.vocab_size)
-    ids = {split: np.array(tokenizer.encode(part), dtype) for split, part in parts.items()}
-    for split, tokens in ids.items():
-        tokens.tofile(folder / f"{split}.bin")
-    found: Json = {"dtype": dtype.name, "files": len(files)}
-    found["bytes"] = {split: len(part.encode()) for split, part in parts.items()}
-    found["tokens"] = {split: len(tokens) for split, tokens in ids.items()}
+    dtype = _dtype_for(tokenizer.vocab_size)
+    found: Json = {"dtype": dtype.name, "files": len(files), "bytes": {}, "tokens": {}}
+    ids = {}
+    for split, part in ("train", text[:cut]), ("val", text[cut:]):
+        ids[split] = np.array(tokenizer.encode(part), dtype)
+        ids[split].tofile(folder / f"{split}.bin")
+        found["bytes"][split] = len(part.encode())
+        found["tokens"][split] = len(ids[split])
     if char and min(found["tokens"].values()) > 1:
-        found["baselines"] = baselines(ids["train"], ids["val"], tokenizer.vocab_size)
+        found["baselines"] = baselines(**ids, V=tokenizer.vocab_size)
     return tokenizer, found
 
 
@@ -188,22 +188,20 @@ def baselines(train: np.ndarray, val: np.ndarray, V: int) -> dict[str, float]:
     }
 
 
-def _write_documents(dataset: str, config: PrepareConfig, tokenizer: Tokenizer, folder: Path
-                     ) -> Json:  # fmt: skip
+def _write_documents(config: PrepareConfig, tokenizer: Tokenizer, folder: Path) -> Json:
     """Tokenize in threads, in constant memory. Validation takes documents at even distances, and
     the last tokens of the others if too few."""
-    fraction = config.val_fraction or (0.0005 if dataset in HUB else 0.1)
-    eot = tokenizer.eot
-    if eot is None:
+    fraction = config.val_fraction or (0.0005 if config.dataset in HUB else 0.1)
+    if (eot := tokenizer.eot) is None:
         how = 'name it in its tokenizer_config.json: {"eos_token": "..."}'
         raise FileError(f"--tokenizer={config.tokenizer}: no token ends a document; {how}")
     tokenizer.encode("")  # perhaps a download
     files: list[Path] = []
-    texts = islice(sources.documents(dataset, config, files), config.limit)
+    texts = islice(sources.documents(config, files), config.limit)
     first = [*islice(texts, 2)]
     if len(first) < 2:
         tokenizer.begin = ()
-    dtype = dtype_for(tokenizer.vocab_size)
+    dtype = _dtype_for(tokenizer.vocab_size)
 
     def encode(batch: list[tuple[int, str, int, int]]) -> list[tuple[int, np.ndarray, int]]:
         done = []
@@ -227,16 +225,16 @@ def _write_documents(dataset: str, config: PrepareConfig, tokenizer: Tokenizer, 
             if time.monotonic() > shown + 10:
                 shown = time.monotonic()
                 done = f"{count:,} documents, {tokens.total():,} tokens"
-                print(f"preparing {dataset}: {done}", file=sys.stderr, flush=True)
+                print(f"preparing {config.dataset}: {done}", file=sys.stderr, flush=True)
     if tokens.total() == count * (len(tokenizer.begin) + 1):
-        raise FileError(f"{config.source or dataset} contains no text")
+        raise FileError(f"{config.source or config.dataset} contains no text")
     missing = math.ceil(tokens.total() * fraction) - tokens["val"]
     if missing > tokens["val"]:
         moved = _move_tail(folder, missing, dtype, tokenizer, size["train"])
         size.update(train=-moved, val=moved)
         tokens.update(train=-missing, val=missing)
-    found: Json = {"dtype": dtype.name, "files": len(files), "documents": count, "bytes": size}
-    return found | {"tokens": tokens}
+    return {"dtype": dtype.name, "files": len(files), "documents": count, "bytes": size,
+            "tokens": tokens}  # fmt: skip
 
 
 def _move_tail(folder: Path, n: int, dtype: np.dtype, tokenizer: Tokenizer, size: int) -> int:
@@ -244,9 +242,8 @@ def _move_tail(folder: Path, n: int, dtype: np.dtype, tokenizer: Tokenizer, size
     Tokens may have other bytes than their text, as WordPiece's spaces or [UNK]: in proportion."""
     tokens = np.memmap(folder / "train.bin", dtype=dtype, mode="r")
     length = np.array([len(text) for text in tokenizer.token_bytes()])
-    places = range(0, len(tokens), 2**24)
-    total = sum(int(length[tokens[place : place + 2**24]].sum()) for place in places)
-    moved = sum(int(length[tokens[-n:][place : place + 2**24]].sum()) for place in places)
+    parts = (np.array_split(some, len(some) // 2**24 + 1) for some in (tokens, tokens[-n:]))
+    total, moved = (sum(int(length[part].sum()) for part in some) for some in parts)
     with (folder / "val.bin").open("ab") as f:
         tokens[-n:].tofile(f)
     os.truncate(folder / "train.bin", dtype.itemsize * (len(tokens) - n))

@@ -28,18 +28,16 @@ def record(optional: Mapping[str, Any] = {}, **required: object) -> Any:
 Count = Annotated[int, Field(ge=0, le=2**48)]
 Id = Annotated[int, Field(ge=0, le=2**32)]
 Text = Annotated[str, Field(min_length=0)]  # any constraint refuses halves of surrogate pairs
-Split = Literal["train", "val"]
 TokenizerMeta = record(
     name=Literal["char", "gpt2", "tokenizer.json"],  # older datasets lack ends and begin
     optional={"vocabulary": Annotated[list[Text], Field(min_length=1)], "content": Text,
               "eot": Id | None, "ends": list[Id], "begin": list[Id]})  # fmt: skip
 Shard = record(path=str, mtime_ns=int, skip=Count, tokens=Count)  # skip: bytes
-Sizes = dict[Split, Count]
-Shards = dict[Split, Annotated[list[Shard], Field(min_length=1)]]  # type: ignore[valid-type]
+Shards = Annotated[list[Shard], Field(min_length=1)]  # type: ignore[valid-type]
 Meta = record(
-    tokenizer=TokenizerMeta, vocab_size=Id, tokens=Annotated[Sizes, Field(min_length=2)],
-    optional={"dtype": Literal["uint16", "uint32"], "bytes": Sizes, "eot_begins": bool,
-              "shards": Annotated[Shards, Field(min_length=2)], "options": Json,
+    tokenizer=TokenizerMeta, vocab_size=Id, tokens=record(train=Count, val=Count),
+    optional={"dtype": Literal["uint16", "uint32"], "bytes": record({"train": Count, "val": Count}),
+              "shards": record(train=Shards, val=Shards), "eot_begins": bool, "options": Json,
               "baselines": dict[str, float]})  # fmt: skip
 
 

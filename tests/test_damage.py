@@ -69,8 +69,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     data_dir, folder = (tmp_path_factory.mktemp(name) for name in ("data", "runs"))
     shutil.copytree(make_data(data_dir) / "tiny", data_dir / "raw")
     (data_dir / "raw" / "meta.json").unlink()
-    shards = data.PrepareConfig(source=str(data_dir / "raw"), out_dir=str(data_dir / "shards"))
-    data.prepare("shards", shards)
+    raw, shards = str(data_dir / "raw"), str(data_dir / "shards")
+    data.prepare(data.PrepareConfig("shards", raw, out_dir=shards))
     lines = {kind: argv(data_dir, folder / kind, **SIZES, **how) for kind, how in KINDS.items()}
     assert not any(run_line(lines[kind], folder).code for kind in ("one", "muon"))
     errors = processes.run(fails_on_one, 2, lines["fsdp"], folder / "fsdp")

@@ -33,7 +33,7 @@ HERE = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 
 
 def run(dataset: str, out_dir: Path, **options: Any) -> dict[str, Any]:
-    data.prepare(dataset, data.PrepareConfig(out_dir=str(out_dir), workers=2, **options))
+    data.prepare(data.PrepareConfig(dataset, out_dir=str(out_dir), workers=2, **options))
     return data.read_meta(out_dir)
 
 

@@ -125,7 +125,7 @@ def test_what_gpt_has_not_is_refused(tmp_path):
 
 
 def prepare(dataset: str, out_dir: Path, **how: Any) -> None:
-    data.prepare(dataset, data.PrepareConfig(out_dir=str(out_dir), workers=1, **how))
+    data.prepare(data.PrepareConfig(dataset, out_dir=str(out_dir), workers=1, **how))
 
 
 def exported(out: Path, to: Path) -> str:

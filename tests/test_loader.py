@@ -131,7 +131,7 @@ def folder(tmp_path: Path) -> Path:
     source = tmp_path / "source.txt"
     source.write_text("0123456789" * 100)
     folder = tmp_path / "shakespeare_char"
-    data.prepare("shakespeare_char", data.PrepareConfig(source=str(source), out_dir=str(folder)))
+    data.prepare(data.PrepareConfig("shakespeare_char", str(source), out_dir=str(folder)))
     return folder
 
 

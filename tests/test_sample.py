@@ -130,7 +130,7 @@ def test_a_vocabulary_with_gaps_and_without_a_newline(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "|"}')
     (tmp_path / "text.txt").write_text(text)
     how = {"source": str(tmp_path / "text.txt"), "tokenizer": str(tmp_path), "workers": 1}
-    data.prepare("text", data.PrepareConfig(out_dir=str(tmp_path / "tiny"), **how))
+    data.prepare(data.PrepareConfig("text", out_dir=str(tmp_path / "tiny"), **how))
     r = run(tmp_path, tmp_path / "out", max_iters=1, sample_tokens=100)
     said = r.out.split("a sample of 100 tokens ---\n")[1]
     assert r.code == 0 and len(said) > 90 and set(said) <= {*letters, "\n"}

@@ -188,7 +188,7 @@ def test_a_run_goes_on_in_a_folder_of_characters(tmp_path, monkeypatch, caplog):
         texts.add(out)
     assert len(texts) == 1
     with pytest.raises(UserError, match="chars"):
-        data.prepare("shakespeare_char", data.PrepareConfig(out_dir=str(folder), force=True))
+        data.prepare(data.PrepareConfig("shakespeare_char", out_dir=str(folder), force=True))
     assert {f.name: f.read_bytes() for f in folder.iterdir()} == before
     path = checkpoint_of(tmp_path / "ckpt.pt", "others")  # a warning
     r = run(tmp_path / "data", tmp_path / "out", init_from=path, dataset="chars", max_iters=1)

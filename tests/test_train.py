@@ -52,8 +52,7 @@ def make_data(folder: Path, text: str = TEXT) -> Path:
     source = folder / "text.txt"
     source.write_text(text, encoding="utf-8")
     with contextlib.redirect_stdout(io.StringIO()):
-        config = PrepareConfig(source=str(source), out_dir=str(folder / "tiny"))
-        prepare("shakespeare_char", config)
+        prepare(PrepareConfig("shakespeare_char", str(source), out_dir=str(folder / "tiny")))
     return folder
 
 
