@@ -341,6 +341,4 @@ def document_starts(rows: np.ndarray, eot: int, begins: bool) -> np.ndarray:
     first = rows == eot
     if not begins:
         first[:, 1:] = first[:, :-1].copy()
-    places = np.arange(rows.shape[1], dtype=np.int32) * first
-    places[:, 0] = 0
-    return np.maximum.accumulate(places, axis=1)
+    return np.maximum.accumulate(np.arange(rows.shape[1], dtype=np.int32) * first, axis=1)
