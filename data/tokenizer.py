@@ -125,8 +125,8 @@ class GPT2Tokenizer(Tokenizer):
         ids = _gpt2_files()[0]
         special = {USUAL_ENDS[0]: ids.pop(USUAL_ENDS[0])}
         ranks = {bytes(BYTE[c] for c in name): i for name, i in ids.items()}
-        how: Any = {"mergeable_ranks": ranks, "special_tokens": special}
-        return tiktoken.Encoding("gpt2", pat_str=PATTERN, **how)
+        return tiktoken.Encoding("gpt2", pat_str=PATTERN, mergeable_ranks=ranks,
+                                 special_tokens=special)  # fmt: skip
 
     def encode(self, text: str) -> list[int]:
         return list(self.bpe.encode_ordinary(text))

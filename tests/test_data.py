@@ -81,14 +81,13 @@ def small_tokenizer(folder: Path, kind: str, pattern: str | None = None) -> Path
         made = tk.Tokenizer(model(vocab, unk_token="[UNK]"))
         made.pre_tokenizer = tk.pre_tokenizers.Whitespace()
         made.decoder = tk.decoders.WordPiece()
-    if pattern is not None:
-        made.pre_tokenizer = tk.pre_tokenizers.Split("a", "isolated")
     made.add_special_tokens(["<bos>", "<eos>"])
     added = {"single": "<bos> $A", "special_tokens": [("<bos>", 0)]}
     made.post_processor = tk.processors.TemplateProcessing(**added)
     content = json.loads(made.to_str())
     if pattern is not None:  # which the library would try here
-        content["pre_tokenizer"]["pattern"] = {"Regex": pattern}
+        split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
+        content["pre_tokenizer"] = {**split, "invert": False}
     folder.mkdir(exist_ok=True)
     (folder / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
     return folder
