@@ -15,16 +15,18 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import IO, Annotated, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveInt
 
 from core import terminal
 from core.options import Dtype
 from core.settings import Size, Texts, check_fields, exit_on_user_error, read, read_early
 
 log = logging.getLogger("nanoattn")
+Share = Annotated[float, Field(gt=0, le=1)]
 
 
 @dataclass(frozen=True)
@@ -45,9 +47,9 @@ class SampleConfig:
     prompts: str | None = None  # a file with one prompt a line
     num_samples: Size = 1  # texts for each prompt
     max_new_tokens: Size = 500  # most tokens to generate
-    temperature: float = 0.8  # below 1: safer, above: bolder; 0: the likeliest token
-    top_k: int | None = 200  # draw from the k likeliest tokens only; none: from all
-    top_p: float | None = None  # then from the fewest whose probabilities sum to p; none: from all
+    temperature: NonNegativeFloat = 0.8  # below 1: safer, above: bolder; 0: the likeliest token
+    top_k: PositiveInt | None = 200  # draw from the k likeliest tokens only; none: from all
+    top_p: Share | None = None  # then from the fewest whose probabilities sum to p; none: from all
     seed: int = 1337  # of the first text; one more for each further text
     regex: str | None = None  # each new text matches this regular expression
     stop: Texts = ()  # a text ends before this string, repeatable
@@ -68,7 +70,6 @@ class SampleConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         attention.check_name(self.attention_backend)
-        Options(self.temperature, self.top_k, self.top_p)
         if "" in self.stop:
             raise ValueError("stop: expected strings of at least one character, got ''")
         if self.compile and self.kv_cache != "static":
@@ -93,9 +94,8 @@ from core.runtime import explained, pick_device, show_log, why_not_compile
 from core.settings import UserError, user_errors
 from data.schema import well_formed
 from inference import constrain, graphs
-from inference.sampling import Options
+from inference.sampling import Row, default_prompt
 from inference.serve import Scheduler
-from inference.texts import Row, default_prompt
 from model import GPT
 
 
@@ -114,9 +114,7 @@ def load(config: SampleConfig, **changes: object) -> tuple[GPT, data.Tokenizer]:
         source, which=config.checkpoint, dataset=config.dataset, device=config.device,
         dtype=config.dtype, weights=config.weights, policy=policy,
         attention_backend=config.attention_backend, **changes)  # fmt: skip
-    # Logs the kernel before any text.
-    kind, _ = graphs.choose(model, config.kv_cache, config.compile)
-    model.plan(grad=False, cache=kind, page_size=16 if kind == "paged" else None)
+    graphs.plan(model, config.kv_cache, config.compile)  # logs the kernel before any text
     return model, tokenizer
 
 
@@ -144,94 +142,100 @@ class Writer:
 
     def __init__(self, config: SampleConfig, model: GPT, prompts: list[str]) -> None:
         self.config = config
-        self.model = model
-        self.device = model.transformer.wte.weight.device
+        self.ends = model.tokenizer.ends
+        device = model.transformer.wte.weight.device
         starts = prompts or [default_prompt(model.tokenizer)]
-        texts = [prompt for prompt in starts for _ in range(config.num_samples)]
-        self.seeds = range(config.seed, config.seed + len(texts))
+        self.n_texts = len(starts) * config.num_samples
         regex = config.regex
         self.scheduler = Scheduler(
-            model, texts, config.max_new_tokens,
+            model, starts, config.max_new_tokens, samples=config.num_samples,
             # A negative seed as PyTorch reads it.
-            generator=[torch.Generator(self.device).manual_seed(s % 2**64) for s in self.seeds],
+            generator=(torch.Generator(device).manual_seed(s % 2**64) for s in count(config.seed)),
             slots=1 if config.stream else config.batch_size, kv_cache=config.kv_cache,
             compile=config.compile, n_pages=config.n_pages, temperature=config.temperature,
             top_k=config.top_k, top_p=config.top_p, stop=config.stop,
             constraint=None if regex is None else constrain.regex(regex, model.tokenizer),
         )  # fmt: skip
-        self.rows = self.scheduler.known
-        if any(row.most > model.config.block_size for row in self.rows):
+        if self.scheduler.slides:
             model.plan(grad=False)  # a text that slides has no cache: log its kernel first
-        self.shown: Row | None = None
-        self.seconds = 0.0
+        self.rows: dict[int, Row] = {}  # begun, not written
+        self.written = 0
+        self.tokens = 0  # written
+        self.began = 0.0
         self.first = 0.0  # seconds to the first token
+        self.seconds = 0.0
 
     def write_all(self, out: IO[str]) -> int:
         """Write every text, or those that Ctrl-C leaves; return the exit code."""
-        code = written = 0
-        began = time.perf_counter()
-        with closing(self.scheduler.tokens()) as tokens:
+        code, shown = 0, -1
+        self.began = time.perf_counter()
+        with closing(self.scheduler.progress()) as progress:
             try:
-                for row in self.rows:
-                    new = self.new_tokens(row, tokens, began)
+                while self.written < self.n_texts:
+                    while self.written not in self.rows:
+                        self.advance(progress)
+                    row = self.rows[self.written]
+                    new = self.new_tokens(row, progress)
                     if self.config.stream:
-                        self.shown = row
+                        shown = row.index
                         print(row.text, end="", flush=True)
                         for piece in row.pieces(new):
                             print(piece, end="", flush=True)
                     deque(new, maxlen=0)
                     self.write(row, out)
-                    written += 1
             except KeyboardInterrupt as e:
                 code = e.args[0] if e.args else 130  # of core/settings.py
-        synchronize(self.device)
-        self.seconds = time.perf_counter() - began
-        for row in self.rows[written:]:
-            if self.finish(row) != "waiting":
+        synchronize(self.scheduler.device)
+        self.seconds = time.perf_counter() - self.began
+        for row in [*self.rows.values()]:
+            if row.new or row.index == shown:
                 self.write(row, out)
         return code
 
-    def new_tokens(self, row: Row, tokens: Iterator[object], began: float) -> Iterator[int]:
-        """A row's tokens as they come; `tokens`: of all rows."""
-        shown = 0
+    def new_tokens(self, row: Row, progress: Iterator[Row]) -> Iterator[int]:
+        """A row's tokens as they come."""
+        n = 0
         while True:
-            yield from row.new[shown:]
-            shown = len(row.new)
-            if row.ended or not row.room:
+            yield from row.new[n:]
+            n = len(row.new)
+            if row.ended:
                 return
-            next(tokens)
-            self.first = self.first or time.perf_counter() - began
+            self.advance(progress)
 
-    def finish(self, row: Row) -> str:
-        if row.room and not row.ended:
-            return "interrupted" if row.new or row is self.shown else "waiting"
-        short = self.config.regex is not None or len(row.new) < row.room
-        return "stop" if short or (row.new and row.stops()) else "length"
-
-    def tokens(self, row: Row) -> int:
-        return sum(token not in self.model.tokenizer.ends for token in row.new)
+    def advance(self, progress: Iterator[Row]) -> None:
+        row = next(progress)
+        if row.index >= self.written:
+            self.rows[row.index] = row
+        if row.new and not self.first:
+            self.first = time.perf_counter() - self.began
 
     def write(self, row: Row, out: IO[str]) -> None:
         new = "".join(row.pieces(row.new))
-        found = {
-            "prompt": row.text, "text": new, "tokens": self.tokens(row),
-            "seed": self.seeds[row.index], "finish": self.finish(row),
-        }  # fmt: skip
+        n = sum(token not in self.ends for token in row.new)
+        finish = "length"
+        if not row.ended:
+            finish = "interrupted"
+        elif self.config.regex is not None or len(row.new) < row.room or row.stops():
+            finish = "stop"
+        found = {"prompt": row.text, "text": new, "tokens": n,
+                 "seed": self.config.seed + row.index, "finish": finish}  # fmt: skip
         print(json.dumps(found, ensure_ascii=False), file=out, flush=True)
         if self.config.stream or self.config.out is None:
             text = "" if self.config.stream else f"{row.text}{new}"
             print(f"{text}\n---------------", flush=True)
+        del self.rows[row.index]
+        self.written += 1
+        self.tokens += n
 
     def report(self) -> str:
-        texts = sum(self.finish(row) != "waiting" for row in self.rows)
-        n, s = sum(map(self.tokens, self.rows)), self.scheduler.stats
+        s, n = self.scheduler.stats, self.written
         kind = ", ".join(filter(None, (self.scheduler.kv_cache, self.scheduler.graph)))
         cache = f"{s.cache_bytes / 1e6:.1f} MB" if s.cache_bytes else "not used"
         if s.pages:
             cache += f", {s.pages} of {s.all_pages} pages used, {s.shared_pages} shared"
         return (
-            f"{texts} text{'s' * (texts != 1)}, {n} tokens in {self.seconds:.2f} s: "
-            f"{n / max(self.seconds, 1e-9):.1f} tokens/s, first token after "
+            f"{n} text{'s' * (n != 1)}, {self.tokens} tokens in {self.seconds:.2f} s: "
+            f"{self.tokens / max(self.seconds, 1e-9):.1f} tokens/s, first token after "
             f"{1e3 * self.first:.0f} ms; KV cache ({kind}): {cache}"
         )
 

@@ -160,9 +160,7 @@ class Ours(Candidate):
     def chosen(self, cache: str | None = None) -> list[Resolution]:
         if cache is None:
             return [self.to_train]
-        cache, _ = graphs.choose(self.model, cache, compile=False)
-        page = 16 if cache == "paged" else None
-        return [self.model.plan(grad=False, cache=cache, page_size=page)[0].chosen]
+        return [graphs.plan(self.model, cache)[0].chosen]
 
     def step(self, x: Tensor, y: Tensor, micro: int, mark: Mark) -> Tensor:
         how = (self.run, self.optimizer, self.scaler, self.setup.autocast)

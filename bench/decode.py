@@ -24,7 +24,7 @@ from bench.tables import Row
 from core import flops
 from core.cpu import int8
 from core.settings import UserError
-from inference import constrain
+from inference import constrain, graphs
 
 MOST = 1024  # sequences tried by --batch_size=auto
 
@@ -34,9 +34,7 @@ def plans(bench: Bench) -> list[Plan]:
     longest = dict.fromkeys(bench.slow if bench.cuda else (), 0)
 
     def spec(point: Json) -> Json:
-        cache = point["cache"].replace("auto", "static" if bench.cuda else "dynamic")
-        page = 16 if cache == "paged" else None
-        return {**bench.layer, "grad": False, "cache": cache, "page_size": page}
+        return {**bench.layer, **graphs.decode_phase(point["cache"], captured=bench.cuda)}
 
     config, T = bench.config, bench.model.block_size
     new = config.new_tokens or (128 if bench.cuda else 16)  # the first three record the graph

@@ -23,12 +23,12 @@ def generate(model: GPT, idx: Prompts, max_new_tokens: int, **options: Any) -> A
     Returns (B, T + n) int64 for a tensor, an ended row's last token repeated; a list of (T_i +
     n_i,) int64 for a list; for texts whole texts, up to an end token or stop string.
     """
-    scheduler = _scheduler(model, idx, max_new_tokens, **options)
-    deque(scheduler.tokens(), maxlen=0)
+    scheduler = Scheduler(model, idx, max_new_tokens, slots=None, **options)
+    rows = {row.index: row for row in scheduler.progress()}
     made: list[Any] = [
         torch.tensor([*row.prompt, *row.new], device=scheduler.device) if row.text is None
         else "".join([row.text, *row.pieces(row.new)])
-        for row in scheduler.known
+        for row in rows.values()
     ]  # fmt: skip
     if not isinstance(idx, Tensor):
         return made[0] if isinstance(idx, str) else made
@@ -45,19 +45,14 @@ def stream(model: GPT, idx: Prompts, max_new_tokens: int, **options: Any) -> Ite
     Yields (B,) int64 on the CPU; ENDED (-1) for a row that has ended.
     Raises ValueError: an option is out of range, a prompt is empty, or no match is short enough.
     """
-    scheduler = _scheduler(model, idx, max_new_tokens, **options)
+    scheduler = Scheduler(model, idx, max_new_tokens, slots=None, **options)
     # A prompt that waits for a shared prefix is a token late.
-    ready: list[deque[int]] = [deque() for _ in scheduler.known]
-    with closing(scheduler.tokens()) as tokens:
-        for row, token in tokens:
-            ready[row.index].append(token)
+    ready: list[deque[int]] = [deque() for _ in range(scheduler.slots)]
+    with closing(scheduler.progress()) as rows:
+        for row in rows:
+            ready[row.index] += [*row.new[-1:], *[ENDED] * row.ended]
             while all(ready):
-                got = [row[0] if row[0] == ENDED else row.popleft() for row in ready]
+                got = [of[0] if of[0] == ENDED else of.popleft() for of in ready]
                 if set(got) == {ENDED}:
                     return
                 yield torch.tensor(got)
-
-
-def _scheduler(model: GPT, idx: Prompts, *args: Any, **options: Any) -> Scheduler:
-    len(idx)  # TypeError: only serve.stream() takes an iterator
-    return Scheduler(model, idx, *args, **options)

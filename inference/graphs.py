@@ -19,8 +19,10 @@ import torch.nn as nn
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_only, tree_unflatten
 
+from attention.plan import Plan
 from core.cpu import int8
 from inference.cache import Cache, StaticCache, Step
+from inference.pages import PAGE_SIZE
 from model import GPT
 
 KV_CACHES = ("none", "dynamic", "static", "paged")
@@ -43,7 +45,19 @@ def choose(model: GPT, kv_cache: str, compile: bool, rows: int = 1) -> tuple[str
         return kv_cache, "compiled" if compile else None
     # Hooks are Python: a graph would leave them out.
     hooked = any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-    return ("static", "captured") if possible(device) and not hooked else ("dynamic", None)
+    captured = possible(device) and not hooked
+    return decode_phase("auto", captured)["cache"], "captured" if captured else None
+
+
+def decode_phase(kv_cache: str, captured: bool = False) -> dict[str, Any]:
+    """Fields of model.phase(); captured: "auto" is static."""
+    kind = kv_cache.replace("auto", "static" if captured else "dynamic")
+    return {"grad": False, "cache": kind, "page_size": PAGE_SIZE if kind == "paged" else None}
+
+
+def plan(model: GPT, kv_cache: str, compile: bool = False) -> Plan:
+    """Choose and announce the kernels of a decode step."""
+    return model.plan(**decode_phase(choose(model, kv_cache, compile)[0]))
 
 
 class Captured(NamedTuple):

@@ -18,6 +18,8 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
+PAGE_SIZE = 16  # tokens
+
 
 class OutOfPages(RuntimeError): ...
 

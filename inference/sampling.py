@@ -1,10 +1,12 @@
-"""A decode step: from logits to a token.
+"""A text in progress, and a decode step: from logits to a token.
 
 One random number selects an entry of the cumulative sum, in float64 for rare tokens.
 """
 
 from __future__ import annotations
 
+import inspect
+import logging
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,9 +19,13 @@ import torch
 from torch import Tensor
 
 from core.runtime import to_device
+from core.settings import UserError
+from data.schema import well_formed
+from data.tokenizer import CharTokenizer, Tokenizer
 from inference.constrain import END, Automaton
 from model import GPT
 
+log = logging.getLogger("nanoattn")
 ENDED = -1
 INVALID = -2  # NaN, or all -inf
 
@@ -42,6 +48,8 @@ class Stats:
 class Options:
     """Sampling options and stop conditions. Raises ValueError."""
 
+    n_ids: int  # of the model
+    tokenizer: Any  # None, or limits the ids to those with a token
     temperature: float = 1.0  # divides the logits; 0: the likeliest token
     top_k: int | None = None  # only the k likeliest tokens
     top_p: float | None = None  # then the fewest that sum to top_p
@@ -64,21 +72,21 @@ class Options:
         for c in given if isinstance(given, list | tuple) else [given]:
             if not isinstance(c, Automaton | None):
                 raise ValueError(f"constraint: expected regex(pattern, tokenizer), got {c!r:.60}")
-
-    def fit(self, vocab_size: int, tokenizer: Any) -> None:
-        """Check `stop` and `unused`; a tokenizer limits the ids to those with a token."""
-        if tokenizer is not None and self.vocab_size is None:
-            self.vocab_size, self.unused = tokenizer.vocab_size, [*self.unused, *tokenizer.unused]
-        sampled = min(vocab_size, self.vocab_size or vocab_size)
+        if self.tokenizer is not None and self.vocab_size is None:
+            self.vocab_size = self.tokenizer.vocab_size
+            self.unused = [*self.unused, *self.tokenizer.unused]
+        sampled = min(self.n_ids, self.vocab_size or self.n_ids)
         self.unused = [in_range("unused", i, 0, sampled - 1) for i in _each(self.unused)]
         entries = [] if callable(self.stop) else _each(self.stop)
         self.stop_strings = [item for item in entries if isinstance(item, str)]
         ids = (item for item in entries if not isinstance(item, str))
-        self.stop_ids = [in_range("stop", i, 0, vocab_size - 1) for i in ids]
+        self.stop_ids = [in_range("stop", i, 0, self.n_ids - 1) for i in ids]
         if self.stop_strings:
-            needed(tokenizer, f"stop: {self.stop_strings[0]!r}")
+            needed(self.tokenizer, f"stop: {self.stop_strings[0]!r}")
         if "" in self.stop_strings:
             raise ValueError("stop: expected strings of at least one character, got ''")
+        called = getattr(self.logits_processor, "forward", self.logits_processor)
+        self.in_step = called is not None and "lengths" in inspect.signature(called).parameters
 
 
 def needed(tokenizer: Any, what: str) -> None:
@@ -102,6 +110,100 @@ def _each(given: Any) -> list[Any]:
         return []
     several = isinstance(given, Iterable) and getattr(given, "ndim", 1) > 0
     return [*given] if several and not isinstance(given, str) else [given]
+
+
+# --- a text in progress ---
+
+
+def default_prompt(tokenizer: Tokenizer) -> str:
+    """A newline; if no text has one, the first character, or nothing."""
+    if isinstance(tokenizer, CharTokenizer) and "\n" not in tokenizer.ids:
+        return next(filter(None, tokenizer.vocabulary))
+    return "\n" if tokenizer.encode("\n") else ""
+
+
+def encode(index: int, prompt: Prompt, model: GPT) -> tuple[str | None, list[int]]:
+    """A prompt's text, if it is one, and tokens. An empty text begins with eot or default_prompt().
+    Raises ValueError."""
+    V, T, tokenizer, text = model.config.vocab_size, model.config.block_size, model.tokenizer, None
+    if isinstance(prompt, str):
+        needed(tokenizer, f"the prompt {prompt!r:.60}")
+        eot = [] if tokenizer.eot is None else [tokenizer.eot]
+        text = prompt if prompt or eot else default_prompt(tokenizer)
+        prompt = [*tokenizer.begin, *tokenizer.encode(well_formed(text))]
+        prompt = prompt or ([] if text else eot)
+        if not prompt:
+            raise UserError(f"the prompt {text!r} has no tokens")
+        if len(prompt) > T:
+            log.warning(f"a prompt has {len(prompt)} tokens: only the last {T} are read")
+    ids = torch.as_tensor(prompt)
+    several = ids.dim() == 1 and ids.dtype != torch.bool and not ids.is_floating_point()
+    tokens: list[int] = ids.tolist() if several else []
+    if not tokens or not 0 <= min(tokens) <= max(tokens) < V:
+        want = f"at least one token, integers (T,) from 0 to {V - 1}"
+        raise ValueError(f"prompt {index}: expected {want}, got {prompt!r:.60}")
+    return text, tokens
+
+
+class Row:
+    """A text in progress."""
+
+    def __init__(self, index: int, prompt: tuple[str | None, list[int]], room: int,
+                 generator: torch.Generator | None, device: torch.device,
+                 options: Options) -> None:  # fmt: skip
+        self.index, self.room, self.options = index, room, options
+        self.text, self.prompt = prompt
+        self.random = uniform(device, generator) if options.temperature else None
+        self.tokenizer = options.tokenizer
+        self.new: list[int] = []  # at most `room`
+        self.slot = -1
+        self.stored = 0  # tokens in the cache
+        self.ended = not room  # as far as the host knows
+        self.n = len(self.prompt)  # of the text, on the device too
+        self.most = self.n + room - 1  # that the model may read: all but the last
+
+    @property
+    def done(self) -> bool:
+        return self.ended or self.n > self.most
+
+    def stops(self) -> bool:
+        """True if the last new token ends the text."""
+        stop, stops, last = self.options.stop, self.options.stop_strings, self.new[-1]
+        if self.text is not None and last in self.tokenizer.ends:
+            return True
+        if callable(stop):
+            return bool(stop(self.index, self.new))
+        if last in self.options.stop_ids or not stops:
+            return last in self.options.stop_ids
+        n = 4 * max(map(len, stops)) + 16  # at most 4 tokens a character
+        before = [*self.prompt, *self.new[:-n]][-16:]  # for the spaces between tokens
+        known = self.tokenizer.decode(before)
+        text = self.tokenizer.decode([*before, *self.new[-n:]])
+        begin = next((i for i, (a, b) in enumerate(zip(known, text)) if a != b), len(known))
+        return any(stop in text[begin:] for stop in stops)
+
+    def pieces(self, new: Iterable[int]) -> Iterator[str]:
+        """The text of new tokens, up to an end token or stop string."""
+        tokenizer, prompt, stops = self.tokenizer, self.text or "", self.options.stop_strings
+        known = (token for token in new if token not in tokenizer.ends)
+        found = tokenizer.stream_decode(known, self.prompt if prompt else ())
+        if prompt[-1:].isspace() and not tokenizer.decode(self.prompt)[-1:].isspace():
+            # The prompt's last space has no token (WordPiece).
+            found = chain([next(found, "").removeprefix(" ")], found)
+        held = ""
+        for piece in found:
+            held += piece
+            if ends := [at for stop in stops if (at := held.find(stop)) >= 0]:
+                yield held[: min(ends)]
+                return
+            begins = (n for n in range(len(held)) if any(s.startswith(held[n:]) for s in stops))
+            n = next(begins, len(held))
+            yield held[:n]
+            held = held[n:]
+        yield held
+
+
+# --- a step ---
 
 
 class SamplingParams(NamedTuple):
@@ -171,39 +273,44 @@ def uniform(device: torch.device, generator: torch.Generator | None) -> Iterator
     return (block[i] for block in chain([first], iter(draw, None)) for i in range(len(block)))
 
 
-Read = tuple[GPT, Tensor, Tensor | None, Any, int | None]
-Texts = tuple[Processor, Tensor, Tensor]  # tokens (B, N), lengths (B,)
-How = tuple[SamplingParams, Automaton | None, Tensor | None, Tensor | None]
-Drawn = tuple[Tensor, Tensor | None, Tensor | None]
+class Draw(NamedTuple):
+    """How a step's tokens are drawn; processor: one that is part of the step."""
+
+    params: SamplingParams
+    constraint: Automaton | None
+    state: Tensor | None  # of the constraint, (B, 2)
+    u: Tensor | None  # (B,)
+    processor: Processor | None = None
+    tokens: Tensor | None = None  # (B, N)
+    lengths: Tensor | None = None  # (B,)
 
 
-def next_logits(read: Read) -> Tensor:
+def next_logits(model: GPT, idx: Tensor, last: Tensor | None, step: Any,
+                vocab_size: int | None) -> Tensor:  # fmt: skip
     """Logits (B, V) after each row of idx (B, T), which ends at column last (B, 1)."""
-    model, idx, last, step, vocab_size = read
     x = model.hidden(idx, None, step)
     if last is not None:
         x = x.gather(1, last[:, :, None].expand(-1, 1, x.shape[2]))
     return model.head(x[:, -1])[:, :vocab_size]
 
 
-def sample_step(logits: Tensor, how: How, texts: Texts | None = None) -> Drawn:
+def sample_step(draw: Draw, logits: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Tokens (B,) int64, next states (B, 2), (B,) bool: the constraint ends the text."""
-    params, constraint, state, u = how
-    if texts is not None:
-        processor, tokens, lengths = texts
-        logits = process(processor, tokens, logits.float(), lengths=lengths)
+    constraint, state = draw.constraint, draw.state
+    if draw.processor is not None:
+        logits = process(draw.processor, draw.tokens, logits.float(), lengths=draw.lengths)
     if constraint is None or state is None:
-        return sample_token(logits, u, params), None, None
-    token = sample_token(constraint(logits, state), u, params)
+        return sample_token(logits, draw.u, draw.params), None, None
+    token = sample_token(constraint(logits, state), draw.u, draw.params)
     state = constraint.advance(state, token)
     return token, state, state[:, 0] == END
 
 
-def next_token(read: Read, how: How, texts: Texts | None) -> Drawn:
-    return sample_step(next_logits(read), how, texts)
+def next_token(draw: Draw, *read: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    return sample_step(draw, next_logits(*read))
 
 
-def process(processor: Processor, tokens: Tensor, logits: Tensor, **lengths: Tensor) -> Tensor:
+def process(processor: Processor, tokens: Any, logits: Tensor, **lengths: Any) -> Tensor:
     made = processor(tokens, logits, **lengths)
     got = tuple(made.shape) if isinstance(made, Tensor) else type(made).__name__
     if got != (want := tuple(logits.shape)):

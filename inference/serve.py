@@ -7,11 +7,11 @@ pages to share. A text longer than block_size slides: nothing is cached.
 
 from __future__ import annotations
 
-import inspect
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Sized
 from contextlib import closing
-from itertools import count, islice, repeat
+from heapq import nlargest
+from itertools import chain, islice, repeat
 from typing import Any, TypeVar
 
 import torch
@@ -22,9 +22,8 @@ from core.settings import UserError
 from inference import graphs, sampling
 from inference.cache import Cache, DynamicCache, PagedCache, StaticCache, bucket
 from inference.constrain import combined
-from inference.pages import PagePool, pages_for
-from inference.sampling import ENDED, INVALID, Options, Prompt, SamplingParams, in_range
-from inference.texts import Row
+from inference.pages import PAGE_SIZE, PagePool, pages_for
+from inference.sampling import ENDED, INVALID, Draw, Options, Prompt, Row, SamplingParams, in_range
 from model import GPT
 
 T = TypeVar("T")
@@ -45,9 +44,12 @@ def stream(
     Raises ValueError: as engine.stream(), or a prompt needs more pages than the pool has.
     """
     options = {"slots": 8, "kv_cache": "paged", **options}
-    with closing(Scheduler(model, prompts, max_new_tokens, **options).tokens()) as tokens:
-        for row, token in tokens:
-            yield row.index, token
+    with closing(Scheduler(model, prompts, max_new_tokens, **options).progress()) as rows:
+        for row in rows:
+            if row.new:
+                yield row.index, row.new[-1]
+            if row.ended:
+                yield row.index, ENDED
 
 
 Launched = tuple[Sequence[Row], Callable[[], list[list[int]]]]
@@ -56,51 +58,55 @@ Launched = tuple[Sequence[Row], Callable[[], list[list[int]]]]
 class Scheduler:
     def __init__(self, model: GPT, prompts: Prompts, max_new_tokens: int | Iterable[int],
                  *, generator: torch.Generator | Iterable[torch.Generator] | None = None,
-                 slots: int | None = None, kv_cache: str = "auto", compile: bool = False,
-                 n_pages: int | None = None, page_size: int = 16,
+                 slots: int | None = None, samples: int = 1, kv_cache: str = "auto",
+                 compile: bool = False, n_pages: int | None = None, page_size: int = PAGE_SIZE,
                  **options: Any) -> None:  # fmt: skip
-        """slots: None: a row for each prompt."""
+        """slots: None: a row for each prompt; samples: texts of each prompt. An iterator's
+        generators are taken when there is room."""
         self.model, self.block_size = model, model.config.block_size
         self.device = model.transformer.wte.weight.device
-        self.options = Options(**options)
-        self.options.fit(model.config.vocab_size, model.tokenizer)
+        self.options = Options(model.config.vocab_size, model.tokenizer, **options)
+        self.params = SamplingParams.on(self.device, self.options)
+        self.stats, self.cache = self.options.stats, Cache()
         given: Any = [prompts] if isinstance(prompts, str) else prompts
         n = len(given) if isinstance(given, Sized) else None
+        n_texts = None if n is None else n * samples
         if n == 0:
             raise ValueError("expected at least one prompt of at least one token")
         self.slots = in_range("slots", len(given) if slots is None else slots, 1)
+        encoded = (sampling.encode(i, prompt, model) for i, prompt in enumerate(given))
         rooms = _each("max_new_tokens", max_new_tokens, n)
-        generators = _each("generator", generator, n)
-        each = zip(count(), given, rooms, generators)
-        self.coming: Iterator[Row] = (Row(*values, model, self.options) for values in each)
-        self.known: list[Row] = []  # if their number is known
-        constraint, longest = self.options.constraint, [self.block_size] * self.slots
-        if n is not None:
-            self.slots = min(self.slots, n)
-            self.known = [*self.coming]
-            self.coming = iter(self.known)
-            longest = sorted(min(row.most, self.block_size) for row in self.known)[-self.slots :]
+        todo: Any = ((e, in_range("max_new_tokens", room, 0)) for e, room in zip(encoded, rooms))
+        constraint, most = self.options.constraint, [self.block_size] * self.slots
+        if n_texts is not None:
+            self.slots = min(self.slots, n_texts)
+            todo = [*todo]  # a mistake in any prompt is an error at once
+            several = min(samples, self.slots)
+            reads = (len(ids) + room - 1 for (_, ids), room in todo for _ in range(several))
+            most = nlargest(self.slots, reads)  # of the longest texts
             if isinstance(constraint, Sequence):
-                constraint = [*islice(_each("constraint", constraint, n), n)]
+                constraint = [*islice(_each("constraint", constraint, n_texts), n_texts)]
+        texts = chain.from_iterable(repeat(each, samples) for each in todo)
+        generators = _each("generator", generator, n_texts)
+        self.coming: Iterator[Row] = (
+            Row(index, prompt, room, one, self.device, self.options)
+            for index, ((prompt, room), one) in enumerate(zip(texts, generators))
+        )
+        if n is not None and not isinstance(generator, Iterator):
+            self.coming = iter([*self.coming])  # rows that share a generator draw in order
         self.waiting: list[Row] = []
         self.rows: list[Row] = []  # in progress
         page_size = in_range("page_size", page_size, 1)
         self.kv_cache, self.graph = graphs.choose(model, kv_cache, compile, self.slots)
-        self.params = SamplingParams.on(self.device, self.options)
         self.constraint = combined(constraint)
         if self.constraint is not None:
             self.constraint.to(self.device)
-        # With a parameter `lengths` (docs/GENERATE.md) its numbers are the graph's: one a call.
-        processor = self.options.logits_processor
-        called = getattr(processor, "forward", processor)
-        inside = called is not None and "lengths" in inspect.signature(called).parameters
-        self.in_step = processor if inside else None
-        self.between = None if inside else processor
-        self.of_call = object() if inside else None
-        self.stats, self.cache = self.options.stats, Cache()
+        # In the step (docs/GENERATE.md) a processor's numbers are the graph's: one a call.
+        self.of_call = object() if self.options.in_step else None
         if self.kv_cache == "paged":
-            enough = 1 + max(1, sum(pages_for(n, page_size) for n in longest))
+            enough = 1 + max(1, sum(pages_for(min(m, self.block_size), page_size) for m in most))
             self.cache = self._pages(enough if n_pages is None else n_pages, page_size)
+        self.slides = most[0] > self.block_size
         # On the device: texts and constraints' states by slot; slots and lengths (B,) of `batch`.
         self.texts = torch.zeros(self.slots, 1, dtype=torch.int64, device=self.device)
         self.states = self.texts.expand(-1, 2).clone()
@@ -122,14 +128,15 @@ class Scheduler:
         )  # fmt: skip
 
     @torch.no_grad()
-    def tokens(self) -> Generator[tuple[Row, int], None, None]:
+    def progress(self) -> Generator[Row, None, None]:
+        """Yield each row when it begins, in order, and after each of its tokens."""
         ahead = 1 if self.device.type == "cuda" else 0  # steps launched before one is read
         launched: deque[Launched] = deque()
         try:
             while True:
                 new = [*islice(self.coming, self.slots - len(self.rows) - len(self.waiting))]
-                self.waiting += [row for row in new if row.room]
-                yield from ((row, ENDED) for row in new if not row.room)
+                self.waiting += [row for row in new if not row.ended]
+                yield from new
                 if not (new or self.waiting or self.rows or launched):
                     return
                 self._admit()
@@ -140,9 +147,7 @@ class Scheduler:
         finally:
             self._leave(interrupted=True)
 
-    def _read(
-        self, rows: Sequence[Row], tokens: Callable[[], list[list[int]]]
-    ) -> Iterator[tuple[Row, int]]:
+    def _read(self, rows: Sequence[Row], tokens: Callable[[], list[list[int]]]) -> list[Row]:
         # Others ended after the launch.
         drawn = [(row, values) for row, values in zip(rows, tokens()) if not row.ended]
         for row, (token, *over) in drawn:
@@ -154,10 +159,7 @@ class Scheduler:
             row.new.append(token)
             row.ended = any(over) or len(row.new) == row.room or row.stops()
         self._leave()
-        for row, (token, *_) in drawn:
-            yield row, token
-            if row.ended:
-                yield row, ENDED
+        return [row for row, _ in drawn]
 
     def _leave(self, interrupted: bool = False) -> None:
         done = [row for row in self.rows if row.done or interrupted]
@@ -178,7 +180,7 @@ class Scheduler:
     # --- admission ---
 
     def _admit(self) -> None:
-        coming = self.waiting[: self.slots - len(self.rows)]
+        coming = [*self.waiting]
         if self.cache.pool is not None:
             self._admit_to_pages(coming, self.cache.pool)
         elif coming and not self.rows:
@@ -268,18 +270,19 @@ class Scheduler:
         self._widen(self.longest + 1)
         u = [next(row.random) for row in rows if row.random is not None]
         state = None if self.constraint is None else self.states[self.slot]
-        how = self.params, self.constraint, state, torch.cat(u) if u else None
-        texts = None
-        if self.in_step is not None:
-            texts = self.in_step, self.texts[self.slot], self.length
-        if len(groups) == 1 and self.between is None:
-            token, after, over = self._forward(sampling.next_token, rows, how, texts)
+        draw = Draw(self.params, self.constraint, state, torch.cat(u) if u else None)
+        processor = self.options.logits_processor
+        if self.options.in_step:
+            draw = draw._replace(processor=processor, tokens=self.texts[self.slot],
+                                 lengths=self.length)  # fmt: skip
+        if len(groups) == 1 and processor is draw.processor:
+            token, after, over = self._forward(sampling.next_token, rows, draw)
         else:
             logits = torch.cat([self._forward(sampling.next_logits, group) for group in groups])
-            if self.between is not None:
+            if processor is not None and not self.options.in_step:
                 lengths, read = [row.n for row in rows], self.texts[self.slot]
-                logits = sampling.process_rows(self.between, read, logits, lengths)
-            token, after, over = self._run(sampling.sample_step, logits, how, texts)
+                logits = sampling.process_rows(processor, read, logits, lengths)
+            token, after, over = self._run(sampling.sample_step, draw, logits)
         self.texts[self.slot, self.length] = token.clamp(min=0)  # INVALID is for the host
         if after is not None:
             self.states[self.slot] = after
@@ -309,8 +312,8 @@ class Scheduler:
             return self.block_size
         return row.n - row.stored
 
-    def _forward(self, function: Callable[..., T], rows: Sequence[Row], *args: object) -> T:
-        """function(read, *args); read: next_logits()'s."""
+    def _forward(self, function: Callable[..., T], rows: Sequence[Row], *draw: Draw) -> T:
+        """function(*draw, ...), the rest as next_logits()."""
         pool, first = self.cache.pool, self.batch.index(rows[0])  # rows: a run of the batch
         slot, end = (t[first : first + len(rows), None] for t in (self.slot, self.length))
         counts = [0 if row.done else self._reads(row) for row in rows]
@@ -328,7 +331,7 @@ class Scheduler:
         step = self.cache.reserve(counts, [row.slot for row in rows])
         if pool is not None:
             self.stats.pages = max(self.stats.pages, sum(map(pool.n_used, pool.n_pages)))
-        made = self._run(function, (self.model, idx, last, step, self.options.vocab_size), *args)
+        made = self._run(function, *draw, self.model, idx, last, step, self.options.vocab_size)
         if step is not None:
             step.advance()
             for row, new in zip(rows, counts):

@@ -140,7 +140,7 @@ def by_hand(model: GPT, prompts: list[Tensor], n: int, generator: Any = None, st
     limits = constraint if isinstance(constraint, list) else [constraint] * len(prompts)
     ends = stop if callable(stop) else lambda b, new: new[-1] in (
         {stop} if isinstance(stop, int) else {*stop})
-    V, params = how.get("vocab_size", 37), SamplingParams.on(CPU, Options(**how))
+    V, params = how.get("vocab_size", 37), SamplingParams.on(CPU, Options(37, None, **how))
     found: list[list[int]] = []
     for b, (prompt, limit) in enumerate(zip(prompts, limits)):
         text, new, over = prompt.tolist(), list[int](), n == 0
@@ -395,7 +395,7 @@ def test_invalid_options_are_named(kv) -> None:
             list(function(build(), tokens(T=5), 5, temprature=1))
     for function in (engine.generate, engine.stream):  # else it would have no result
         with pytest.raises(TypeError, match="iterator"):
-            list(function(build(), iter([[1, 2]]), 5, slots=2))
+            list(function(build(), iter([[1, 2]]), 5))
 
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -19,7 +19,8 @@ LAST = 1 - 2.0**-53  # the largest number below 1
 
 def pick(logits: Tensor, u: Tensor | list[float] | None, **params: Any) -> Tensor:
     at = torch.tensor(u, dtype=torch.float64) if isinstance(u, list) else u
-    return sample_token(logits, at, SamplingParams.on(logits.device, Options(**params)))
+    options = Options(logits.shape[-1], None, **params)
+    return sample_token(logits, at, SamplingParams.on(logits.device, options))
 
 
 def counts(logits: Tensor, n: int = 1 << 12, **params: Any) -> Tensor:
