@@ -206,39 +206,42 @@ class Row:
 # --- a step ---
 
 
-class SamplingParams(NamedTuple):
-    """Options as tensors: a graph would keep plain numbers as constants."""
+class Draw(NamedTuple):
+    """How tokens are drawn; a graph would keep plain numbers as constants."""
 
     temperature: Tensor
     top_k: int | None
     top_p: Tensor | None
     unused: Tensor | None
+    constraint: Automaton | None = None
+    state: Tensor | None = None  # of the constraint, (B, 2)
+    u: Tensor | None = None  # (B,) in [0, 1); None: the likeliest
+    processor: Processor | None = None  # that is part of the step
+    tokens: Tensor | None = None  # (B, N)
+    lengths: Tensor | None = None  # (B,)
 
     @classmethod
-    def on(cls, device: torch.device, options: Options) -> SamplingParams:
+    def by(cls, options: Options, device: torch.device) -> Draw:
         def tensor(value: float) -> Tensor:  # lower: 0 in float32
             return torch.tensor(max(1e-20, value), device=device)
 
-        return cls(
-            tensor(options.temperature),
-            options.top_k,
-            None if options.top_p in (None, 1) else tensor(options.top_p),
-            torch.tensor(options.unused, device=device) if options.unused else None,
-        )
+        top_p = None if options.top_p in (None, 1) else tensor(options.top_p)
+        unused = torch.tensor(options.unused, device=device) if options.unused else None
+        return cls(tensor(options.temperature), options.top_k, top_p, unused)
 
 
-def sample_token(logits: Tensor, u: Tensor | None, params: SamplingParams) -> Tensor:
-    """Sample from logits (B, V) at u (B,) in [0, 1), None: the likeliest. Returns (B,) int64 or
-    INVALID. top_p: Holtzman et al. 2020, arXiv 1904.09751."""
-    if params.unused is not None:
-        logits = logits.index_fill(-1, params.unused, -torch.inf)
+def sample_token(logits: Tensor, draw: Draw) -> Tensor:
+    """Sample from logits (B, V). Returns (B,) int64 or INVALID. top_p: Holtzman et al. 2020, arXiv
+    1904.09751."""
+    u, top_k, top_p, order = draw.u, draw.top_k, draw.top_p, None
+    if draw.unused is not None:
+        logits = logits.index_fill(-1, draw.unused, -torch.inf)
     if u is None:
         best, token = logits.max(dim=-1)  # NaN if there is one
         return torch.where(best > -torch.inf, token, INVALID)
-    logits = logits.float() / params.temperature
-    top_p, order = params.top_p, None
-    if params.top_k is not None and params.top_k < logits.shape[-1]:
-        logits, order = logits.topk(params.top_k, dim=-1)
+    logits = logits.float() / draw.temperature
+    if top_k is not None and top_k < logits.shape[-1]:
+        logits, order = logits.topk(top_k, dim=-1)
     probs = logits.softmax(dim=-1)
     if top_p is not None and order is None:
         probs, order = _likeliest(probs, top_p)
@@ -273,18 +276,6 @@ def uniform(device: torch.device, generator: torch.Generator | None) -> Iterator
     return (block[i] for block in chain([first], iter(draw, None)) for i in range(len(block)))
 
 
-class Draw(NamedTuple):
-    """How a step's tokens are drawn; processor: one that is part of the step."""
-
-    params: SamplingParams
-    constraint: Automaton | None
-    state: Tensor | None  # of the constraint, (B, 2)
-    u: Tensor | None  # (B,)
-    processor: Processor | None = None
-    tokens: Tensor | None = None  # (B, N)
-    lengths: Tensor | None = None  # (B,)
-
-
 def next_logits(model: GPT, idx: Tensor, last: Tensor | None, step: Any,
                 vocab_size: int | None) -> Tensor:  # fmt: skip
     """Logits (B, V) after each row of idx (B, T), which ends at column last (B, 1)."""
@@ -300,8 +291,8 @@ def sample_step(draw: Draw, logits: Tensor) -> tuple[Tensor, Tensor | None, Tens
     if draw.processor is not None:
         logits = process(draw.processor, draw.tokens, logits.float(), lengths=draw.lengths)
     if constraint is None or state is None:
-        return sample_token(logits, draw.u, draw.params), None, None
-    token = sample_token(constraint(logits, state), draw.u, draw.params)
+        return sample_token(logits, draw), None, None
+    token = sample_token(constraint(logits, state), draw)
     state = constraint.advance(state, token)
     return token, state, state[:, 0] == END
 

@@ -23,7 +23,7 @@ from inference import graphs, sampling
 from inference.cache import Cache, DynamicCache, PagedCache, StaticCache, bucket
 from inference.constrain import combined
 from inference.pages import PAGE_SIZE, PagePool, pages_for
-from inference.sampling import ENDED, INVALID, Draw, Options, Prompt, Row, SamplingParams, in_range
+from inference.sampling import ENDED, INVALID, Draw, Options, Prompt, Row, in_range
 from model import GPT
 
 T = TypeVar("T")
@@ -66,7 +66,6 @@ class Scheduler:
         self.model, self.block_size = model, model.config.block_size
         self.device = model.transformer.wte.weight.device
         self.options = Options(model.config.vocab_size, model.tokenizer, **options)
-        self.params = SamplingParams.on(self.device, self.options)
         self.stats, self.cache = self.options.stats, Cache()
         given: Any = [prompts] if isinstance(prompts, str) else prompts
         n = len(given) if isinstance(given, Sized) else None
@@ -101,6 +100,7 @@ class Scheduler:
         self.constraint = combined(constraint)
         if self.constraint is not None:
             self.constraint.to(self.device)
+        self.draw = Draw.by(self.options, self.device)._replace(constraint=self.constraint)
         # In the step (docs/GENERATE.md) a processor's numbers are the graph's: one a call.
         self.of_call = object() if self.options.in_step else None
         if self.kv_cache == "paged":
@@ -269,9 +269,11 @@ class Scheduler:
             self.longest = max(row.n for row in rows)
         self._widen(self.longest + 1)
         u = [next(row.random) for row in rows if row.random is not None]
-        state = None if self.constraint is None else self.states[self.slot]
-        draw = Draw(self.params, self.constraint, state, torch.cat(u) if u else None)
-        processor = self.options.logits_processor
+        draw, processor = self.draw, self.options.logits_processor
+        if u:
+            draw = draw._replace(u=torch.cat(u))
+        if self.constraint is not None:
+            draw = draw._replace(state=self.states[self.slot])
         if self.options.in_step:
             draw = draw._replace(processor=processor, tokens=self.texts[self.slot],
                                  lengths=self.length)  # fmt: skip

@@ -20,7 +20,7 @@ import data
 from core.cpu import int8
 from inference import constrain, engine, serve
 from inference.graphs import KV_CACHES
-from inference.sampling import ENDED, Options, SamplingParams, Stats, sample_token, uniform
+from inference.sampling import ENDED, Draw, Options, Stats, sample_token, uniform
 from model import GPT
 
 pytestmark = pytest.mark.usefixtures("remembered_probes")
@@ -140,7 +140,7 @@ def by_hand(model: GPT, prompts: list[Tensor], n: int, generator: Any = None, st
     limits = constraint if isinstance(constraint, list) else [constraint] * len(prompts)
     ends = stop if callable(stop) else lambda b, new: new[-1] in (
         {stop} if isinstance(stop, int) else {*stop})
-    V, params = how.get("vocab_size", 37), SamplingParams.on(CPU, Options(37, None, **how))
+    V, draw = how.get("vocab_size", 37), Draw.by(Options(37, None, **how), CPU)
     found: list[list[int]] = []
     for b, (prompt, limit) in enumerate(zip(prompts, limits)):
         text, new, over = prompt.tolist(), list[int](), n == 0
@@ -153,7 +153,7 @@ def by_hand(model: GPT, prompts: list[Tensor], n: int, generator: Any = None, st
                 logits = logits_processor(*args).to(logits.dtype)
             logits = logits if limit is None else limit(logits, state)
             u = next(numbers[b]) if how.get("temperature", 1.0) else None
-            token = sample_token(logits, u, params)
+            token = sample_token(logits, draw._replace(u=u))
             text, new = [*text, int(token)], [*new, int(token)]
             over = len(new) == n or ends(b, new)
             if limit is not None:

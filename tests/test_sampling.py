@@ -12,15 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from inference.sampling import Options, SamplingParams, sample_token, uniform
+from inference.sampling import Draw, Options, sample_token, uniform
 
 LAST = 1 - 2.0**-53  # the largest number below 1
 
 
 def pick(logits: Tensor, u: Tensor | list[float] | None, **params: Any) -> Tensor:
     at = torch.tensor(u, dtype=torch.float64) if isinstance(u, list) else u
-    options = Options(logits.shape[-1], None, **params)
-    return sample_token(logits, at, SamplingParams.on(logits.device, options))
+    draw = Draw.by(Options(logits.shape[-1], None, **params), logits.device)
+    return sample_token(logits, draw._replace(u=at))
 
 
 def counts(logits: Tensor, n: int = 1 << 12, **params: Any) -> Tensor:
