@@ -75,28 +75,22 @@ def load(config: ExplainConfig) -> tuple[GPT, Tokenizer]:
     return model, tokenizer
 
 
-def read_prompt(config: ExplainConfig, tokenizer: Tokenizer, block_size: int
-                ) -> tuple[str, list[int], list[int] | None, list[str]]:  # fmt: skip
-    """Text, first tokens, the segment of each, and notes. Raises UserError: no token."""
-    text = sample.prompts(sample.SampleConfig(start=(config.prompt,)))[0]  # FILE: is read
-    parts = [text] if config.segments is None else text.split(config.segments)
-    encoded = [ids for part in parts if (ids := tokenizer.encode(part))]
-    ids = [id_ for part in encoded for id_ in part]
-    segments = [n for n, part in enumerate(encoded) for _ in part]
-    if not ids:
-        raise UserError("--prompt: expected at least one token, got 0")
-    most, notes = min(block_size, MOST_TOKENS), []
-    if len(ids) > most:
-        why = f": the model reads at most {most} (block_size)" if most == block_size else ""
-        notes.append(f"Only the first {most} of the prompt's {len(ids)} tokens are shown{why}.")
-    return text, ids[:most], segments[:most] if config.segments else None, notes
-
-
 @torch.no_grad()
 def explain(model: GPT, tokenizer: Tokenizer, config: ExplainConfig, source: str) -> Document:
     """`source` names the weights. Raises ValueError or UserError."""
     c = model.config
-    prompt, ids, segments, notes = read_prompt(config, tokenizer, c.block_size)
+    prompt = sample.prompts(sample.SampleConfig(start=(config.prompt,)))[0]  # FILE: is read
+    parts = [prompt] if config.segments is None else prompt.split(config.segments)
+    encoded = [part for part in map(tokenizer.encode, parts) if part]
+    ids = [id_ for part in encoded for id_ in part]
+    if not ids:
+        raise UserError("--prompt: expected at least one token, got 0")
+    segments = [n for n, part in enumerate(encoded) for _ in part] if config.segments else None
+    most, notes = min(c.block_size, MOST_TOKENS), []
+    if len(ids) > most:
+        why = f": the model reads at most {most} (block_size)" if most == c.block_size else ""
+        notes.append(f"Only the first {most} of the prompt's {len(ids)} tokens are shown{why}.")
+        ids, segments = ids[:most], segments and segments[:most]
     device = model.transformer.wte.weight.device
     own = None if segments is None else torch.tensor([segments], dtype=torch.int32, device=device)
     with watched(model) as calls:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -34,7 +35,8 @@ from core.settings import Size, check_fields
 
 Attend = Callable[..., Tensor]  # see attention.Backend
 Rope = tuple[Tensor, Tensor] | None  # cosine and sine of the angles, see rotate()
-Cache = Any  # one step of a KV cache, or a layer of it: inference/cache.py
+Cache = Any  # one step of a KV cache: inference/cache.py
+Store = Callable[[Tensor, Tensor], Any]  # its append() for one layer
 
 
 @dataclass(frozen=True)
@@ -170,7 +172,7 @@ class CausalSelfAttention(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, attend: Attend, spec: Spec, segments: Tensor | None,
-                rope: Rope = None, cache: Cache = None,
+                rope: Rope = None, store: Store | None = None,
                 slopes: Tensor | None = None) -> Tensor:  # fmt: skip
         qkv = self.c_attn(x)  # (B, T, (H + 2 * Hkv) * D)
         q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=2)
@@ -179,8 +181,8 @@ class CausalSelfAttention(nn.Module):
         if rope is not None:
             q, k = rotate(q, *rope), rotate(k, *rope)
         view = None  # how to read a static or a paged cache: attention/masks.py
-        if cache is not None:
-            k, v, view = cache.append(k, v)  # (B, Tk, Hkv, D), or pages of them
+        if store is not None:
+            k, v, view = store(k, v)  # (B, Tk, Hkv, D), or pages of them
             if segments is not None:  # of the keys that the window has kept
                 segments = segments[:, -k.shape[1] :]
         alibi = {} if slopes is None else {"alibi_slopes": slopes}
@@ -299,8 +301,8 @@ class GPT(nn.Module):
         for i, (block, (attend, spec, chosen)) in enumerate(zip(self.transformer.h, plan)):
             if spec.lse and self.ring:  # keys and values go round: attention/ring.py
                 attend = self.ring.attend(chosen.backend)
-            layer = None if cache is None else cache.layer(i)
-            args = attend, spec, segments, rope, layer, slopes
+            store = None if cache is None else partial(cache.append, i)
+            args = attend, spec, segments, rope, store, slopes
             if self.gradient_checkpointing and self.training and cache is None:
                 x = checkpoint(block, x, *args, use_reentrant=False)
             else:

@@ -1,6 +1,6 @@
 """KV caches: step = cache.reserve(counts), model(idx, cache=step), step.advance().
 
-step.layer(n).append(k, v) stores k and v (B, Tq, Hkv, D), and returns what the kernel reads.
+step.append(layer, k, v) stores k and v (B, Tq, Hkv, D), and returns what the kernel reads.
 windows: keys that a query sees in each layer, itself included; None: all.
 """
 
@@ -110,8 +110,8 @@ class DynamicCache(Cache):
             raise ValueError(f"the cache has reserved {self.pos.shape[-1]} tokens, got {T}")
         return self.pos
 
-    def layer(self, layer: int) -> DynamicLayer:
-        return self.layers[layer]
+    def append(self, layer: int, k: Tensor, v: Tensor) -> Appended:
+        return self.layers[layer].append(k, v)
 
     def advance(self) -> None:
         self.stored += self.pos.shape[-1]
@@ -132,8 +132,16 @@ class Step:
     page_size: int | None = None
     known: dict[Any, Tensor] = field(default_factory=dict, init=False)
 
-    def layer(self, layer: int) -> Layer:
-        return Layer(self, layer)
+    def append(self, layer: int, k: Tensor, v: Tensor) -> Appended:
+        cache, kind = self.cache, self.cache.kinds[layer]
+        seen = cache.read(self, layer, k, v)
+        known = {} if torch.compiler.is_compiling() else self.known
+        if kind not in known:
+            known[kind] = cache.slots(self, kind, k.shape[1]).flatten()
+        for buffer, new in ((cache.k[layer], k), (cache.v[layer], v)):
+            # Not flatten(), which might copy.
+            buffer.view(-1, *buffer.shape[2:])[known[kind]] = new.detach().flatten(0, 1)
+        return seen
 
     def columns(self, T: int) -> tuple[Tensor, Tensor]:
         """Position (B, T) int64, and bool (B, T), False for padding."""
@@ -146,23 +154,6 @@ class Step:
 
     def advance(self) -> None:
         self.cache.advance(self)
-
-
-@dataclass(frozen=True)
-class Layer:
-    step: Step
-    layer: int
-
-    def append(self, k: Tensor, v: Tensor) -> Appended:
-        step, cache, kind = self.step, self.step.cache, self.step.cache.kinds[self.layer]
-        seen = cache.read(step, self.layer, k, v)
-        known = {} if torch.compiler.is_compiling() else step.known
-        if kind not in known:
-            known[kind] = cache.slots(step, kind, k.shape[1]).flatten()
-        for buffer, new in ((cache.k[self.layer], k), (cache.v[self.layer], v)):
-            # Not flatten(), which might copy.
-            buffer.view(-1, *buffer.shape[2:])[known[kind]] = new.detach().flatten(0, 1)
-        return seen
 
 
 def bucket(n: int, limit: int = sys.maxsize) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 
 from inference.sampling import ENDED
-from inference.serve import Prompt, Scheduler
+from inference.serve import Prompts, Scheduler
 from model import GPT
-
-Prompts = str | Tensor | Sequence[Prompt]
 
 
 def generate(model: GPT, idx: Prompts, max_new_tokens: int, **options: Any) -> Any:
@@ -39,7 +37,7 @@ def generate(model: GPT, idx: Prompts, max_new_tokens: int, **options: Any) -> A
 def stream(model: GPT, idx: Prompts, max_new_tokens: int, **options: Any) -> Iterator[Tensor]:
     """Sample tokens one at a time.
 
-    idx: (B, T) int64, a list of prompts (T,), one text or several.
+    idx: (B, T) int64, a list of prompts (T,), one text or a list of several.
     generator: one for each row, or for all. None: PyTorch's own.
     kv_cache, compile: docs/GENERATE.md; page_size: tokens of a page; options: sampling.Options.
     Yields (B,) int64 on the CPU; ENDED (-1) for a row that has ended.

@@ -30,7 +30,6 @@ ENDED = -1
 INVALID = -2  # NaN, or all -inf
 
 Processor = Callable[..., Tensor]
-StopCondition = int | str | Iterable[int | str] | Callable[[int, list[int]], bool]
 Prompt = Tensor | Sequence[int] | str
 
 
@@ -58,7 +57,7 @@ class Options:
     logits_processor: Processor | None = None  # docs/GENERATE.md
     constraint: Automaton | Sequence[Automaton | None] | None = None  # for all, or one a row
     # A token, a string, several of both, or a function (row number, new tokens) -> bool.
-    stop: StopCondition | None = None
+    stop: Any = None
     stats: Stats = field(default_factory=Stats)
 
     def __post_init__(self) -> None:
@@ -272,8 +271,8 @@ def uniform(device: torch.device, generator: torch.Generator | None) -> Iterator
     def draw() -> Tensor:
         return to_device(torch.rand(64, 1, generator=generator, dtype=dtype, device=on), device)
 
-    first = draw()  # at once: rows with one generator draw in order
-    return (block[i] for block in chain([first], iter(draw, None)) for i in range(len(block)))
+    # The first at once: rows with one generator draw in order.
+    return chain.from_iterable(chain([draw()], iter(draw, None)))
 
 
 def next_logits(model: GPT, idx: Tensor, last: Tensor | None, step: Any,
@@ -327,8 +326,7 @@ def to_host(token: Tensor, over: Tensor | None) -> Callable[[], list[list[int]]]
     if not drawn.is_cuda:
         return drawn.tolist
     host = drawn.to("cpu", non_blocking=True)  # into pinned memory
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(drawn.device))
+    event = torch.cuda.current_stream(drawn.device).record_event()
 
     def wait() -> list[list[int]]:
         event.synchronize()

@@ -69,7 +69,6 @@ class Scheduler:
         self.stats, self.cache = self.options.stats, Cache()
         given: Any = [prompts] if isinstance(prompts, str) else prompts
         n = len(given) if isinstance(given, Sized) else None
-        n_texts = None if n is None else n * samples
         if n == 0:
             raise ValueError("expected at least one prompt of at least one token")
         self.slots = in_range("slots", len(given) if slots is None else slots, 1)
@@ -77,12 +76,12 @@ class Scheduler:
         rooms = _each("max_new_tokens", max_new_tokens, n)
         todo: Any = ((e, in_range("max_new_tokens", room, 0)) for e, room in zip(encoded, rooms))
         constraint, most = self.options.constraint, [self.block_size] * self.slots
+        n_texts = None if n is None else n * samples
         if n_texts is not None:
             self.slots = min(self.slots, n_texts)
             todo = [*todo]  # a mistake in any prompt is an error at once
-            several = min(samples, self.slots)
-            reads = (len(ids) + room - 1 for (_, ids), room in todo for _ in range(several))
-            most = nlargest(self.slots, reads)  # of the longest texts
+            most = [len(ids) + room - 1 for (_, ids), room in todo] * min(samples, self.slots)
+            most = nlargest(self.slots, most)  # that the model may read
             if isinstance(constraint, Sequence):
                 constraint = [*islice(_each("constraint", constraint, n_texts), n_texts)]
         texts = chain.from_iterable(repeat(each, samples) for each in todo)
@@ -97,10 +96,9 @@ class Scheduler:
         self.rows: list[Row] = []  # in progress
         page_size = in_range("page_size", page_size, 1)
         self.kv_cache, self.graph = graphs.choose(model, kv_cache, compile, self.slots)
-        self.constraint = combined(constraint)
-        if self.constraint is not None:
-            self.constraint.to(self.device)
-        self.draw = Draw.by(self.options, self.device)._replace(constraint=self.constraint)
+        limit = combined(constraint)
+        limit = None if limit is None else limit.to(self.device)
+        self.draw = Draw.by(self.options, self.device)._replace(constraint=limit)
         # In the step (docs/GENERATE.md) a processor's numbers are the graph's: one a call.
         self.of_call = object() if self.options.in_step else None
         if self.kv_cache == "paged":
@@ -245,8 +243,8 @@ class Scheduler:
         # Elsewhere the first token: harmless to sets of tokens.
         self.texts[slot] = row.prompt[0]
         self.texts[slot, : row.n] = self._on_device(row.prompt)
-        if self.constraint is not None:
-            self.states[slot] = self.constraint.start(row.index, row.room)
+        if self.draw.constraint is not None:
+            self.states[slot] = self.draw.constraint.start(row.index, row.room)
 
     def _widen(self, n: int) -> None:
         if (more := bucket(n) - self.texts.shape[1]) > 0:
@@ -272,7 +270,7 @@ class Scheduler:
         draw, processor = self.draw, self.options.logits_processor
         if u:
             draw = draw._replace(u=torch.cat(u))
-        if self.constraint is not None:
+        if draw.constraint is not None:
             draw = draw._replace(state=self.states[self.slot])
         if self.options.in_step:
             draw = draw._replace(processor=processor, tokens=self.texts[self.slot],

@@ -31,7 +31,7 @@ Rows = Sequence[Sequence[Tensor]]  # q, k and v (T, H or Hkv, D) of each
 def attend(name: str, q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, cache: Any, splits: int = 0,
            **more: Any) -> Tensor:
     """Store k and v, and read by a backend; "kernel": by Triton's for one query a row."""
-    k, v, view = cache.append(k, v)
+    k, v, view = cache.append(0, k, v)
     if view is None:  # nothing is stored yet
         bare = replace(spec, cache="none", page_size=None)
         return BACKENDS["manual"].attend(q, k, v, bare, **more)
@@ -104,7 +104,7 @@ def serve(run: Callable[..., Tensor], spec: Spec, schedule: Sequence[Sequence[in
         step = cache.reserve(counts, rows)
         for b, positions in enumerate(step.positions(T).tolist()):
             assert positions[: counts[b]] == [*range(at[b], at[b] + counts[b])]
-        out = run(*(t.to(device) for t in padded), spec, cache=step.layer(0), **more).cpu()
+        out = run(*(t.to(device) for t in padded), spec, cache=step, **more).cpu()
         assert out.shape == padded[0].shape and out.dtype == padded[0].dtype
         # Another row's tokens, or NaN, may fill the pages that such a row has given back.
         idle = [b for b, n in enumerate(counts) if n == 0 and spec.page_size]
