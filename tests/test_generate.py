@@ -18,6 +18,7 @@ from torch import Tensor
 
 import data
 from core.cpu import int8
+from core.settings import UserError
 from inference import constrain, engine, serve
 from inference.graphs import KV_CACHES
 from inference.sampling import ENDED, Draw, Options, Stats, sample_token, uniform
@@ -239,7 +240,7 @@ def test_logits_without_a_token_are_an_error(kv, how, value) -> None:
     options = {**how, "kv_cache": kv, "logits_processor": spoil}
     steps = engine.stream(build().eval(), tokens(2, 5), 9, **options)
     assert all(0 <= int(t) < 37 for _ in range(2) for t in next(steps))
-    with pytest.raises(ValueError, match=r"text 1: .*NaN"):
+    with pytest.raises(UserError, match=r"text 1: .*NaN"):
         next(steps)
 
 
