@@ -63,22 +63,14 @@ from viewer.page import as_text
 from viewer.page import render as as_page
 
 
-def load(config: ExplainConfig) -> tuple[GPT, Tokenizer]:
-    same = ("out_dir", "init_from", "attention_backend", "attention_fallback", "dtype", "device")
-    fields = {name: getattr(config, name) for name in same}
-    window = {} if config.window is None else {"attention_window": config.window}
-    model, tokenizer = sample.load(sample.SampleConfig(kv_cache="none", **fields), **window)
-    for name in ("layer", "head"):
-        got, n = getattr(config, name), getattr(model.config, f"n_{name}")
-        if got is not None and not 0 <= got < n:
-            raise UserError(f"--{name}: expected 0 to {n - 1}, got {got}")
-    return model, tokenizer
-
-
 @torch.no_grad()
 def explain(model: GPT, tokenizer: Tokenizer, config: ExplainConfig, source: str) -> Document:
     """`source` names the weights. Raises ValueError or UserError."""
     c = model.config
+    for name in ("layer", "head"):
+        got, n = getattr(config, name), getattr(c, f"n_{name}")
+        if got is not None and not 0 <= got < n:
+            raise UserError(f"--{name}: expected 0 to {n - 1}, got {got}")
     prompt = sample.prompts(sample.SampleConfig(start=(config.prompt,)))[0]  # FILE: is read
     parts = [prompt] if config.segments is None else prompt.split(config.segments)
     encoded = [part for part in map(tokenizer.encode, parts) if part]
@@ -131,8 +123,11 @@ def explain(model: GPT, tokenizer: Tokenizer, config: ExplainConfig, source: str
 def main(argv: list[str]) -> int:
     show_log()
     config = read(ExplainConfig, argv).settings
+    same = ("out_dir", "init_from", "attention_backend", "attention_fallback", "dtype", "device")
+    fields = {name: getattr(config, name) for name in same}
+    window = {} if config.window is None else {"attention_window": config.window}
     with explained("a shorter --prompt"), user_errors():
-        model, tokenizer = load(config)
+        model, tokenizer = sample.load(sample.SampleConfig(kv_cache="none", **fields), **window)
         resumed = config.init_from == "resume"
         source = config.out_dir if resumed else config.init_from
         named = checkpoint.latest(source) if checkpoint.folders(source) else source
