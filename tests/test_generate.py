@@ -391,8 +391,9 @@ def test_invalid_options_are_named(kv) -> None:
         with pytest.raises(TypeError, match="'temprature'"):
             list(function(build(), tokens(T=5), 5, temprature=1))
     for function in (engine.generate, engine.stream):  # else it would have no result
-        with pytest.raises(TypeError, match="iterator"):
-            list(function(build(), iter([[1, 2]]), 5))
+        for more in ({}, {"slots": 2}):
+            with pytest.raises(TypeError, match="iterator|slots"):
+                list(function(build(), iter([[1, 2]]), 5, **more))
 
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
