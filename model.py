@@ -36,7 +36,7 @@ from core.settings import Size, check_fields
 Attend = Callable[..., Tensor]  # see attention.Backend
 Rope = tuple[Tensor, Tensor] | None  # cosine and sine of the angles, see rotate()
 Cache = Any  # one step of a KV cache: inference/cache.py
-Store = Callable[[Tensor, Tensor], Any]  # its append() for one layer
+Store = Callable[[Tensor, Tensor], Any]  # its append(), for a layer
 
 
 @dataclass(frozen=True)

@@ -157,7 +157,7 @@ class Writer:
             constraint=None if regex is None else constrain.regex(regex, model.tokenizer),
         )  # fmt: skip
         if self.scheduler.slides:
-            model.plan(grad=False)  # a text that slides has no cache: log its kernel first
+            model.plan(grad=False)  # without a cache: log the kernel first
         self.rows: dict[int, Row] = {}  # begun, not written
         self.written = 0
         self.tokens = 0  # written

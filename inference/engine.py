@@ -37,7 +37,7 @@ def generate(model: GPT, idx: Prompts, max_new_tokens: int, **options: Any) -> A
 def stream(model: GPT, idx: Prompts, max_new_tokens: int, **options: Any) -> Iterator[Tensor]:
     """Sample tokens one at a time.
 
-    idx: (B, T) int64, a list of prompts (T,), one text or a list of several.
+    idx: (B, T) int64, a list of prompts (T,), one text or several.
     generator: one for each row, or for all. None: PyTorch's own.
     kv_cache, compile: docs/GENERATE.md; page_size: tokens of a page; options: sampling.Options.
     Yields (B,) int64 on the CPU; ENDED (-1) for a row that has ended.

@@ -56,7 +56,7 @@ def decode_phase(kv_cache: str, captured: bool = False) -> dict[str, Any]:
 
 
 def plan(model: GPT, kv_cache: str, compile: bool = False) -> Plan:
-    """Choose and announce the kernels of a decode step."""
+    """The kernels of a decode step."""
     return model.plan(**decode_phase(choose(model, kv_cache, compile)[0]))
 
 

@@ -1,4 +1,4 @@
-"""A text in progress, and a decode step: from logits to a token.
+"""A text in progress; a decode step, from logits to a token.
 
 One random number selects an entry of the cumulative sum, in float64 for rare tokens.
 """
@@ -48,7 +48,7 @@ class Options:
     """Sampling options and stop conditions. Raises ValueError."""
 
     n_ids: int  # of the model
-    tokenizer: Any  # None, or limits the ids to those with a token
+    tokenizer: Any  # limits the ids to those with a token
     temperature: float = 1.0  # divides the logits; 0: the likeliest token
     top_k: int | None = None  # only the k likeliest tokens
     top_p: float | None = None  # then the fewest that sum to top_p
@@ -122,9 +122,9 @@ def default_prompt(tokenizer: Tokenizer) -> str:
 
 
 def encode(index: int, prompt: Prompt, model: GPT) -> tuple[str | None, list[int]]:
-    """A prompt's text, if it is one, and tokens. An empty text begins with eot or default_prompt().
-    Raises ValueError."""
-    V, T, tokenizer, text = model.config.vocab_size, model.config.block_size, model.tokenizer, None
+    """Text and tokens. An empty text begins with eot or default_prompt(). Raises ValueError."""
+    V, T, tokenizer = model.config.vocab_size, model.config.block_size, model.tokenizer
+    text = None
     if isinstance(prompt, str):
         needed(tokenizer, f"the prompt {prompt!r:.60}")
         eot = [] if tokenizer.eot is None else [tokenizer.eot]
@@ -206,7 +206,7 @@ class Row:
 
 
 class Draw(NamedTuple):
-    """How tokens are drawn; a graph would keep plain numbers as constants."""
+    """Tensors: a graph would keep plain numbers as constants."""
 
     temperature: Tensor
     top_k: int | None
@@ -214,8 +214,8 @@ class Draw(NamedTuple):
     unused: Tensor | None
     constraint: Automaton | None = None
     state: Tensor | None = None  # of the constraint, (B, 2)
-    u: Tensor | None = None  # (B,) in [0, 1); None: the likeliest
-    processor: Processor | None = None  # that is part of the step
+    u: Tensor | None = None  # (B,); None: the likeliest
+    processor: Processor | None = None  # in the step
     tokens: Tensor | None = None  # (B, N)
     lengths: Tensor | None = None  # (B,)
 

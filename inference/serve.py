@@ -61,8 +61,7 @@ class Scheduler:
                  slots: int | None = None, samples: int = 1, kv_cache: str = "auto",
                  compile: bool = False, n_pages: int | None = None, page_size: int = PAGE_SIZE,
                  **options: Any) -> None:  # fmt: skip
-        """slots: None: a row for each prompt; samples: texts of each prompt. An iterator's
-        generators are taken when there is room."""
+        """slots: None: a row for each prompt; samples: texts of each prompt."""
         self.model, self.block_size = model, model.config.block_size
         self.device = model.transformer.wte.weight.device
         self.options = Options(model.config.vocab_size, model.tokenizer, **options)
@@ -79,9 +78,9 @@ class Scheduler:
         n_texts = None if n is None else n * samples
         if n_texts is not None:
             self.slots = min(self.slots, n_texts)
-            todo = [*todo]  # a mistake in any prompt is an error at once
+            todo = [*todo]  # errors at once
             most = [len(ids) + room - 1 for (_, ids), room in todo] * min(samples, self.slots)
-            most = nlargest(self.slots, most)  # that the model may read
+            most = nlargest(self.slots, most)  # as Row.most
             if isinstance(constraint, Sequence):
                 constraint = [*islice(_each("constraint", constraint, n_texts), n_texts)]
         texts = chain.from_iterable(repeat(each, samples) for each in todo)
@@ -91,7 +90,7 @@ class Scheduler:
             for index, ((prompt, room), one) in enumerate(zip(texts, generators))
         )
         if n is not None and not isinstance(generator, Iterator):
-            self.coming = iter([*self.coming])  # rows that share a generator draw in order
+            self.coming = iter([*self.coming])  # see uniform()
         self.waiting: list[Row] = []
         self.rows: list[Row] = []  # in progress
         page_size = in_range("page_size", page_size, 1)

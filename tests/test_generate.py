@@ -392,7 +392,7 @@ def test_invalid_options_are_named(kv) -> None:
             list(function(build(), tokens(T=5), 5, temprature=1))
     for function in (engine.generate, engine.stream):  # else it would have no result
         for more in ({}, {"slots": 2}):
-            with pytest.raises(TypeError, match="iterator|slots"):
+            with pytest.raises(TypeError, match=r"iterator|slots"):
                 list(function(build(), iter([[1, 2]]), 5, **more))
 
 

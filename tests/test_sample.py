@@ -146,7 +146,7 @@ WAYS = [("--stream=no", 4), ("--out=o", 4), ("--stream", 4), ("--stream", 0)]
 
 @pytest.mark.parametrize("how, n", WAYS)
 def test_ctrl_c_keeps_what_was_written(how, n, trained, tmp_path, monkeypatch):
-    """Of 100,000 texts, which begin when there is room."""
+    """Texts begin when there is room."""
     monkeypatch.chdir(tmp_path)
     words = of(trained, "--batch_size=1", how, n=10)
     whole, _ = called(*words, "--num_samples=2")
