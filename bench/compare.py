@@ -14,11 +14,11 @@ import tempfile
 from pathlib import Path
 from statistics import mean, median
 
-from core import terminal
+from core import process
 from core.settings import UserError, exit_on_user_error
 
 if __name__ == "__main__":
-    terminal.end_at_once()
+    process.end_at_once()
 
 import numpy as np
 import torch

@@ -17,12 +17,12 @@ from typing import Annotated, Any
 
 from pydantic import PositiveInt
 
-from core import terminal
+from core import process
 from core.files import write_at_once
 from core.settings import UserError, check_fields, exit_on_user_error, read
 
 if __name__ == "__main__":
-    terminal.end_at_once()
+    process.end_at_once()
 
 import attention
 

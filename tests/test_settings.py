@@ -1,4 +1,4 @@
-"""core/settings.py, core/terminal.py: config files, command line, errors, --help, streams."""
+"""core/settings.py, core/process.py: config files, command line, errors, --help, streams."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from pydantic import Field, PositiveInt
 
 from bench.settings import MODES
 from core.options import TrainConfig
+from core.process import wait_passively
 from core.settings import Texts, UserError, check_fields, exit_on_user_error, from_dict, read
-from core.terminal import wait_passively
 from data.prepare import PrepareConfig
 from explain import ExplainConfig
 from sample import SampleConfig

@@ -1,4 +1,4 @@
-"""Standard streams, signals, and idle threads. Imported before torch."""
+"""This process: standard streams, signals, threads. Imported before torch."""
 
 from __future__ import annotations
 
@@ -9,11 +9,16 @@ import select
 import signal
 import sys
 import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, NoReturn
+from threading import Thread
+from typing import Any, NoReturn, TypeVar
 
+T = TypeVar("T")
+R = TypeVar("R")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-BUSY = 0.5  # share of cores in other use
 # Control characters but newline and tab, as \x1b.
 ESCAPES = {n: repr(chr(n))[1:-1] for n in (*range(9), *range(11, 32), *range(127, 160))}
 
@@ -112,9 +117,33 @@ def cores_in_use() -> float:
 def wait_passively() -> None:
     """Let OpenMP's idle threads sleep on a busy machine."""
     decided = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & {*os.environ}
-    if decided or os.environ.get("OMP_NUM_THREADS") == "1" or (used := cores_in_use()) < BUSY:
+    if decided or os.environ.get("OMP_NUM_THREADS") == "1" or (used := cores_in_use()) < 0.5:
         return
     os.environ["OMP_WAIT_POLICY"] = "passive"
     if os.environ.get("RANK", "0") == "0":
         why = f"other programs use {used:.0%} of the cores"
         print(f"threads: {why}: OMP_WAIT_POLICY=passive is now set", file=sys.stderr)
+
+
+def in_thread(work: Callable[..., R], *args: Any) -> Future[R]:
+    """Run work(*args) in a thread that ends with the process; a signal interrupts result()."""
+    future: Future[R] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work(*args))
+        except BaseException as e:
+            future.set_exception(e)
+
+    Thread(target=run, daemon=True, name="background").start()
+    return future
+
+
+def map_ahead(work: Callable[[T], R], tasks: Iterable[T], ahead: int) -> Iterator[R]:
+    """Like map(), with up to `ahead` tasks at once in threads."""
+    running: deque[Future[R]] = deque()
+    for task in tasks:
+        running.append(in_thread(work, task))
+        if len(running) >= ahead:
+            yield running.popleft().result()
+    yield from (future.result() for future in running)
