@@ -244,7 +244,7 @@ def main(argv: list[str]) -> int:
     files = [os.path.realpath(path) for path in (config.prompts, config.out) if path]
     if len(files) > len(set(files)):
         raise UserError(f"--out={printable(config.out)} would replace --prompts")
-    process.prepare(*["stdout"] * bool(config.out))  # the texts go on without their reader
+    process.prepare(lasting=bool(config.out))  # the texts go on without their reader
     writer = Writer(config, load(config)[0], starts)
     with user_errors(f"cannot write {printable(config.out)}: "):
         out = open_output(Path(config.out or os.devnull), "w")

@@ -58,8 +58,8 @@ class _Output(io.TextIOWrapper):
         return super().write(escaped(text) if self.safe else text)
 
 
-def prepare(*lasting: str) -> None:
-    """Let streams take any text, and the `lasting` never fail."""
+def prepare(lasting: bool = False) -> None:
+    """Let streams take any text, and stderr never fail; lasting: nor stdout."""
     while (fd := os.open(os.devnull, os.O_RDWR)) < 3:  # closed: a file would take its number
         pass
     os.close(fd)
@@ -67,8 +67,9 @@ def prepare(*lasting: str) -> None:
         stream = getattr(sys, name) or open(os.devnull, "w")  # noqa: SIM115, PLW1514
         if stream is getattr(sys, f"__{name}__") or isinstance(stream, _Output):
             stream.flush()
-            raw = (_Lasting if name in lasting else io.FileIO)(stream.fileno(), "wb", closefd=False)
-            lines = name in lasting or stream.line_buffering or stream.write_through
+            lasts = lasting or name == "stderr"
+            raw = (_Lasting if lasts else io.FileIO)(stream.fileno(), "wb", closefd=False)
+            lines = lasts or stream.line_buffering or stream.write_through
             # \u4e00 for a text outside an ASCII terminal's.
             code = stream.encoding, "backslashreplace"
             stream = _Output(io.BufferedWriter(raw), *code, line_buffering=lines)

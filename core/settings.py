@@ -84,7 +84,7 @@ def read(cls: type[T], argv: Sequence[str], **options: Any) -> Loaded[T]:
 def read_early(cls: type, argv: Sequence[str], **options: Any) -> None:
     """Handle --help, mistakes and Ctrl-C, before slow imports."""
     process.end_at_once()
-    process.prepare("stderr")
+    process.prepare()
     try:
         gather(cls, argv, **options)
     except UserError as error:
@@ -150,7 +150,7 @@ def from_dict(cls: type[T], mapping: Mapping[str, object], origin: str = "settin
 def exit_on_user_error(main: Callable[[], int | None], lasting: bool = False) -> NoReturn:
     """Exit with main's code, 2 (UserError), or 130, 143, 129 (signals). lasting: main outlives its
     stdout."""
-    process.prepare("stderr", *["stdout"] * lasting)
+    process.prepare(lasting)
     try:
         process.raise_on_signals()
         code = main()

@@ -173,6 +173,10 @@ def test_names_that_no_setting_has(tmp_path: Path, monkeypatch: pytest.MonkeyPat
                         ("train_gtp2.py", r"config/train_gpt2\.py")):
         with pytest.raises(UserError, match=named):
             read(Config, [word])
+    wrong: Any
+    for wrong in ({"unknown": 1}, {"n_layer": "3"}, {"n_layer": -1}, [1]):
+        with pytest.raises(UserError, match=r"settings\.json"):
+            from_dict(Config, wrong)
 
 
 @given(st.integers(1, 99), st.integers(1, 99), st.text("ab'\"{\n\\", max_size=9))
@@ -215,12 +219,6 @@ def test_what_a_file_cannot_have_is_one_error(tmp_path: Path, line: str) -> None
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert len(str(error.value)) < 500 + len(path) and peak < 2**27
-
-
-@pytest.mark.parametrize("wrong", [{"unknown": 1}, {"n_layer": "3"}, {"n_layer": -1}, [1]])
-def test_json_is_checked(wrong: Any) -> None:
-    with pytest.raises(UserError, match=r"settings\.json"):
-        from_dict(Config, wrong)
 
 
 @pytest.mark.parametrize("rank", ["0", "3"])
