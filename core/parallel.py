@@ -88,9 +88,8 @@ class DistInfo:
     def micro_steps(self, batch_size: int, accumulated: int) -> int:
         """Micro-batches per step and process. UserError: fewer than one."""
         n = self.data[1]
-        share = batch_size * accumulated / n
-        steps = math.ceil(math.ceil(share) / batch_size)
-        if int(share) < steps:
+        steps = math.ceil(accumulated / n)
+        if batch_size * accumulated // n < steps:
             got = f"--gradient_accumulation_steps={accumulated}"
             raise UserError(f"{got}: expected a multiple of the {n} processes")
         return steps
