@@ -97,8 +97,8 @@ def raise_on_signals() -> None:
         signal.signal(number, interrupt)
 
 
-def cores_in_use() -> float:
-    """Share of cores in use in the next 0.1 s; 0: unknown."""
+def wait_passively() -> None:
+    """Let OpenMP's idle threads sleep if others use half of our cores in the next 0.1 s."""
 
     def times() -> list[int]:
         ours = {f"cpu{i}" for i in os.sched_getaffinity(0)}
@@ -106,24 +106,21 @@ def cores_in_use() -> float:
             cores = [words for words in map(str.split, f) if words[0] in ours]
         return [sum(map(int, column)) for column in zip(*(words[1:9] for words in cores))]
 
+    decided = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & {*os.environ}
+    if decided or os.environ.get("OMP_NUM_THREADS") == "1":
+        return
     try:
         before = times()
         time.sleep(0.1)
         passed = [b - a for a, b in zip(before, times(), strict=True)]
-        return 1 - (passed[3] + passed[4]) / sum(passed)  # idle, waiting for a disk
+        used = 1 - (passed[3] + passed[4]) / sum(passed)  # idle, waiting for a disk
     except (OSError, AttributeError, ValueError, LookupError, ZeroDivisionError):  # not Linux
-        return 0.0
-
-
-def wait_passively() -> None:
-    """Let OpenMP's idle threads sleep on a busy machine."""
-    decided = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & {*os.environ}
-    if decided or os.environ.get("OMP_NUM_THREADS") == "1" or (used := cores_in_use()) < 0.5:
         return
-    os.environ["OMP_WAIT_POLICY"] = "passive"
-    if os.environ.get("RANK", "0") == "0":
-        why = f"other programs use {used:.0%} of the cores"
-        print(f"threads: {why}: OMP_WAIT_POLICY=passive is now set", file=sys.stderr)
+    if used >= 0.5:
+        os.environ["OMP_WAIT_POLICY"] = "passive"
+        if os.environ.get("RANK", "0") == "0":
+            why = f"other programs use {used:.0%} of the cores"
+            print(f"threads: {why}: OMP_WAIT_POLICY=passive is now set", file=sys.stderr)
 
 
 def in_thread(work: Callable[..., R], *args: Any) -> Future[R]:
