@@ -18,12 +18,11 @@ from torch.utils._pytree import tree_map_only
 from checkpoint import store
 from checkpoint.families import init_model, tokenizer_meta, trained_on
 from checkpoint.store import Checkpoint
-from core import runtime
+from core import process, runtime
 from core.files import command, printable
 from core.optimizer import numbers, tensors
 from core.options import TrainConfig
 from core.parallel import DistInfo, fill, is_sharded, whole
-from core.process import in_thread
 from core.runtime import dtype_name, pick_device, pick_dtype, random_state, set_random_state
 from core.settings import Loaded, user_errors
 from data.loader import fits
@@ -94,7 +93,7 @@ class Saver:
             del contents["optimizer"]["optimizer"]["state"]
         if self.config.async_checkpoint:
             contents = tree_map_only(Tensor, lambda t: t.detach().to("cpu", copy=True), contents)
-            self._written = in_thread(self._write, contents)
+            self._written = process.in_thread(self._write, contents)
         else:
             self._write(contents)
 
