@@ -17,11 +17,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from core import terminal
+from core import process
 from core.settings import LINE, Loaded, UserError, exit_on_user_error
 
 if __name__ == "__main__":
-    terminal.end_at_once()
+    process.end_at_once()
 
 from bench import ROOT, Json, compare, plan, qualify, record, report, rounds
 from bench.job import begin

@@ -21,7 +21,7 @@ from typing import IO, Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveInt
 
-from core import terminal
+from core import process
 from core.options import Dtype
 from core.settings import Size, Texts, check_fields, exit_on_user_error, read, read_early
 
@@ -248,7 +248,7 @@ def main(argv: list[str]) -> int:
     files = [os.path.realpath(path) for path in (config.prompts, config.out) if path]
     if len(files) > len(set(files)):
         raise UserError(f"--out={printable(config.out)} would replace --prompts")
-    terminal.prepare(*["stdout"] * bool(config.out))  # the texts go on without their reader
+    process.prepare(lasting=bool(config.out))  # the texts go on without their reader
     writer = Writer(config, load(config)[0], starts)
     with user_errors(f"cannot write {printable(config.out)}: "):
         out = open_output(Path(config.out or os.devnull), "w")

@@ -14,12 +14,6 @@ import tempfile
 from pathlib import Path
 from statistics import mean, median
 
-from core import terminal
-from core.settings import UserError, exit_on_user_error
-
-if __name__ == "__main__":
-    terminal.end_at_once()
-
 import numpy as np
 import torch
 
@@ -29,6 +23,7 @@ from bench import ROOT, job
 from bench.settings import Runs
 from bench.tables import markdown
 from core import metrics
+from core.settings import UserError, exit_on_user_error
 
 Run = tuple[float, int]  # tokens a second, bytes
 SKIP = 3

@@ -17,14 +17,9 @@ from typing import Annotated, Any
 
 from pydantic import PositiveInt
 
-from core import terminal
+import attention
 from core.files import write_at_once
 from core.settings import UserError, check_fields, exit_on_user_error, read
-
-if __name__ == "__main__":
-    terminal.end_at_once()
-
-import attention
 
 COPIED = 20  # longest text to copy, symbols
 Question = tuple[str, str]

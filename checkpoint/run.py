@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 from checkpoint import store
 from checkpoint.families import init_model, tokenizer_meta, trained_on
 from checkpoint.store import Checkpoint
-from core import background, runtime
+from core import process, runtime
 from core.files import command, printable
 from core.optimizer import numbers, tensors
 from core.options import TrainConfig
@@ -93,7 +93,7 @@ class Saver:
             del contents["optimizer"]["optimizer"]["state"]
         if self.config.async_checkpoint:
             contents = tree_map_only(Tensor, lambda t: t.detach().to("cpu", copy=True), contents)
-            self._written = background.begin(self._write, contents)
+            self._written = process.in_thread(self._write, contents)
         else:
             self._write(contents)
 

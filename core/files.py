@@ -16,8 +16,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import IO
 
+from core.process import escaped
 from core.settings import UserError
-from core.terminal import escaped
 
 log = logging.getLogger("nanoattn")
 

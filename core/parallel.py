@@ -66,18 +66,14 @@ class DistInfo:
             local_size = int(env["LOCAL_WORLD_SIZE"])
             if local_size > (gpus := torch.cuda.device_count()):
                 raise UserError(f"--nproc_per_node={local_size} needs as many GPUs, found {gpus}")
-            device = torch.device("cuda", int(env["LOCAL_RANK"]))
-            torch.cuda.set_device(device)
+            device = pick_device(f"cuda:{env['LOCAL_RANK']}")
         if env.get("LOCAL_WORLD_SIZE") == env["WORLD_SIZE"]:
             # torchrun's store keeps old addresses (PyTorch issue 135712).
             store = dist.PrefixStore(env.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=slow, store=store, rank=rank, world_size=n)
         control, disk = (dist.new_group(backend="gloo", timeout=slow) for _ in range(2))
-        ring = None
-        for first in range(0, n, N) if N > 1 else ():  # every process must make every group
-            group = dist.new_group(list(range(first, first + N)), timeout=slow)
-            ring = group if first <= rank < first + N else ring
+        ring = dist.new_subgroups(N, timeout=slow)[0] if N > 1 else None
         return cls(device, rank, n, control, disk, N, ring)
 
     @property
@@ -92,9 +88,8 @@ class DistInfo:
     def micro_steps(self, batch_size: int, accumulated: int) -> int:
         """Micro-batches per step and process. UserError: fewer than one."""
         n = self.data[1]
-        share = batch_size * accumulated / n
-        steps = math.ceil(math.ceil(share) / batch_size)
-        if int(share) < steps:
+        steps = math.ceil(accumulated / n)
+        if batch_size * accumulated // n < steps:
             got = f"--gradient_accumulation_steps={accumulated}"
             raise UserError(f"{got}: expected a multiple of the {n} processes")
         return steps
@@ -192,10 +187,7 @@ class Stop(StopSignal):
 def replicate(module: nn.Module, distributed: DistInfo) -> nn.Module:
     if distributed.world_size == 1:
         return module
-    device = distributed.device
-    ids = [device.index] if device.type == "cuda" else None
-    return DistributedDataParallel(
-        module, device_ids=ids, gradient_as_bucket_view=True, bucket_cap_mb=BUCKET_MB)  # fmt: skip
+    return DistributedDataParallel(module, gradient_as_bucket_view=True, bucket_cap_mb=BUCKET_MB)
 
 
 def shard(model: nn.Module, distributed: DistInfo, setup: Setup, size: int | None) -> None:
@@ -215,18 +207,17 @@ def shard(model: nn.Module, distributed: DistInfo, setup: Setup, size: int | Non
     names = ("replicate", "shard")
     mesh = init_device_mesh(distributed.device.type, (n // size, size), mesh_dim_names=names)
     mesh = mesh["shard"] if size == n else mesh
-    how: Any = {"mesh": mesh}
+    policy = MixedPrecisionPolicy()
     if setup.dtype == torch.bfloat16:  # inputs keep their dtype: autocast casts in each operation
-        dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-        how["mp_policy"] = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     for block in model.get_submodule("transformer.h").children():
         if setup.compile:
-            block.compile(mode=setup.compile_mode)
-        fully_shard(block, **how)
+            block.compile(mode=setup.config.compile_mode)
+        fully_shard(block, mesh=mesh, mp_policy=policy)
     if setup.compile:  # the head's loss alone: this call of the model gathers its weights
         head: Any = model.get_submodule("lm_head")
         model.__dict__["compiled_blocks"] = True
-        head.loss = torch.compile(head.loss, mode=setup.compile_mode)
+        head.loss = torch.compile(head.loss, mode=setup.config.compile_mode)
     fully_shard(model, mesh=mesh)
 
 

@@ -26,8 +26,8 @@ from attention import BackendUnavailable, DeviceLost
 from attention.machine.system import bfloat16_units, cpu_name, devices
 from core.cpu import matmul as cpu_matmul
 from core.options import TrainConfig
+from core.process import SIGNALS, escaped
 from core.settings import UserError
-from core.terminal import SIGNALS, escaped
 
 M = TypeVar("M", bound=nn.Module)
 OUT_OF_MEMORY = re.compile("DefaultCPUAllocator: |out of memory")
@@ -93,16 +93,15 @@ class Setup:
             torch.use_deterministic_algorithms(True)
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         self.device = device
+        self.config = config
         self.dtype = pick_dtype(config.dtype, device, n_embd)  # weights stay in float32
         dtype = dtype_name(self.dtype)
         # Between the blocks: a dtype, or "autocast".
         self.residual = decide_residual(config.residual_dtype, device.type, dtype)
         no_onednn = cpu_matmul.why_not(config.onednn, device, self.dtype)
         self.onednn = not no_onednn  # for float32 products
-        self.few_rows = config.onednn is not False  # in decoding, by oneDNN
         no_compile = why_not_compile(config.compile, device)
         self.compile = not no_compile
-        self.compile_mode: str = config.compile_mode
         self.lines = []  # the decisions
         if device.type == "cpu":
             if config.dtype == "auto" and n_embd is not None:
@@ -124,7 +123,7 @@ class Setup:
         """Move the model to the device; cast=True: weights in `dtype` (inference)."""
         model = model.to(self.device, self.dtype if cast else None)
         if self.device.type == "cpu":
-            decoding = cast and self.few_rows
+            decoding = cast and self.config.onednn is not False
             if self.onednn:
                 cpu_matmul.convert(model, "onednn")
             elif decoding and cpu_matmul.few_rows_pay():
@@ -141,11 +140,12 @@ class Setup:
             return model
         if self.device.type == "cuda" and micro_steps > 1:  # PyTorch issue 169545
             self.refuse_graphs(f"cannot add up {micro_steps} micro-batches")
-        return cast(nn.Module, torch.compile(model, mode=self.compile_mode))
+        return cast(nn.Module, torch.compile(model, mode=self.config.compile_mode))
 
     def refuse_graphs(self, why: str) -> None:
-        if self.compile and self.compile_mode in ("reduce-overhead", "max-autotune"):
-            got = f"CUDA graphs {why}: --compile_mode={self.compile_mode}"
+        mode = self.config.compile_mode
+        if self.compile and mode in ("reduce-overhead", "max-autotune"):
+            got = f"CUDA graphs {why}: --compile_mode={mode}"
             raise UserError(f"{got}; use max-autotune-no-cudagraphs")
 
     def report(self, processes: int) -> list[str]:

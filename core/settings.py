@@ -27,13 +27,14 @@ from typing import Annotated, Any, Generic, NoReturn, TypeVar
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from core import terminal
+from core import process
 
 T = TypeVar("T")
 Texts = Annotated[tuple[str, ...], "whole"]  # --start="Well, well" is not split at its comma
 Size = Annotated[int, Field(gt=0, lt=2**31)]
 LINE = "command line"
 ALIASES = {"attn_implementation": "attention_backend", "attention_deterministic": "deterministic"}
+TEXT = (str, str | None)
 SWITCH_WORDS = ["true", "false", "1", "0", "on", "off", "yes", "no", "t", "f", "y", "n", "none"]
 ALONE_S = 5.0  # torchrun would end this rank sooner, had rank 0 failed too
 _adapter = functools.cache(lambda hint: TypeAdapter(hint, config=ConfigDict(allow_inf_nan=False)))
@@ -65,10 +66,9 @@ class Loaded(Generic[T]):
 
     def report(self) -> list[str]:
         fields = dataclasses.fields(self.settings)  # type: ignore[arg-type]
-        values = ((f.name, getattr(self.settings, f.name), f.default) for f in fields)
-        rows = {name: repr(value) for name, value, default in values if value != default}
+        rows = {f.name: v for f in fields if (v := getattr(self.settings, f.name)) != f.default}
         wide = max(map(len, rows), default=0)
-        lines = [f"  {name:<{wide}} = {value:<10}  ({self.origins.get(name, 'derived')})"
+        lines = [f"  {name:<{wide}} = {value!r:<10}  ({self.origins.get(name, 'derived')})"
                  for name, value in rows.items()]  # fmt: skip
         title = "settings that are not the default:" if rows else "settings: all at their defaults"
         return [title, *lines, *self.notes]
@@ -83,13 +83,13 @@ def read(cls: type[T], argv: Sequence[str], **options: Any) -> Loaded[T]:
 
 def read_early(cls: type, argv: Sequence[str], **options: Any) -> None:
     """Handle --help, mistakes and Ctrl-C, before slow imports."""
-    terminal.end_at_once()
-    terminal.prepare("stderr")
+    process.end_at_once()
+    process.prepare()
     try:
         gather(cls, argv, **options)
     except UserError as error:
         _fail(str(error))
-    terminal.wait_passively()
+    process.wait_passively()
 
 
 def gather(cls: type, argv: Sequence[str], *, ignored: Mapping[str, str] = {},
@@ -98,10 +98,8 @@ def gather(cls: type, argv: Sequence[str], *, ignored: Mapping[str, str] = {},
     """Given values by field. ignored: name -> why; positional: field of bare words, or None for
     config files; shown: fields in --help."""
     hints = _hints(cls)
-    fields = {name: name for name in hints}
-    fields |= {name: field for name, field in ALIASES.items() if field in hints}
-    switches = {name for name, field in fields.items() if hints[field] in (bool, bool | None)}
-    options = _split(argv, {*fields, "config"}, switches, positional or "config")
+    hints |= {alias: hints[field] for alias, field in ALIASES.items() if field in hints}
+    options = [*_split(argv, {**hints, "config": str}, positional or "config")]
     known = {field.name: field.default for field in dataclasses.fields(cls)}
     used: set[str] = set()
     files = [path for name, path in options if name == "config"]
@@ -109,34 +107,34 @@ def gather(cls: type, argv: Sequence[str], *, ignored: Mapping[str, str] = {},
     help_wanted = {"-h", "--help"} & {*argv}
     if not help_wanted:
         rows += [(LINE, name, text) for name, text in options if name != "config"]
-    found = Loaded[dict[str, Any]]({}, {})
+    settings: dict[str, Any] = {}
+    origins: dict[str, str] = {}
     notes: dict[str, str] = {}
     for origin, name, given in rows:
         on_line = origin == LINE
         where = f"--{name}" if on_line else f"{origin}: {name}"
-        if name not in fields:
+        if name not in hints:
             if name in ignored:
                 notes[name] = f"{name} is ignored ({origin}): {ignored[name]}"
             elif on_line or name not in used:
-                near = did_you_mean(name, fields, "--" * on_line)
+                near = did_you_mean(name, hints, "--" * on_line)
                 raise UserError(f"{where}: unknown setting{near}")
             continue
-        field = fields[name]
-        hint = hints[field]
+        hint = hints[name]
+        field = ALIASES.get(name, name)
         value = _parse(hint, given, where) if on_line else check(hint, given, where)
-        if value == "" and hint in (str, str | None):  # Path("") would be the current folder
+        if value == "" and hint in TEXT:  # Path("") would be the current folder
             raise UserError(f"{where}: expected a text, got ''")
-        if on_line and found.origins.get(field) == LINE:
+        if on_line and origins.get(field) == LINE:
             if _is_tuple(hint):
-                value = found.settings[field] + value  # a repeated list grows
+                value = settings[field] + value  # a repeated list grows
             elif field == positional:
-                got = f"{found.settings[field]} and {value}"
-                raise UserError(f"expected one {field}, got {got}")
-        found.settings[field] = value
-        found.origins[field] = origin
+                raise UserError(f"expected one {field}, got {settings[field]} and {value}")
+        settings[field] = value
+        origins[field] = origin
     if help_wanted:
-        _print_help(cls, found.settings, shown)
-    return dataclasses.replace(found, notes=tuple(notes.values()))
+        _print_help(cls, settings, hints if shown is None else shown)
+    return Loaded(settings, origins, tuple(notes.values()))
 
 
 def from_dict(cls: type[T], mapping: Mapping[str, object], origin: str = "settings.json") -> T:
@@ -152,9 +150,9 @@ def from_dict(cls: type[T], mapping: Mapping[str, object], origin: str = "settin
 def exit_on_user_error(main: Callable[[], int | None], lasting: bool = False) -> NoReturn:
     """Exit with main's code, 2 (UserError), or 130, 143, 129 (signals). lasting: main outlives its
     stdout."""
-    terminal.prepare("stderr", *["stdout"] * lasting)
+    process.prepare(lasting)
     try:
-        terminal.raise_on_signals()
+        process.raise_on_signals()
         code = main()
         sys.stdout.flush()
         sys.exit(code)
@@ -179,12 +177,12 @@ def _fail(text: str) -> NoReturn:
     """Print an error once: torchrun ends the others after the first."""
     where = ""
     if (rank := os.environ.get("RANK", "0")) != "0":
-        for number in terminal.SIGNALS:
+        for number in process.SIGNALS:
             signal.signal(number, signal.SIG_DFL)
         local = os.environ.get("LOCAL_RANK", "0")
         time.sleep(ALONE_S + (int(local) if local.isdecimal() else 0))
         where = f" (rank {rank})"
-    print(f"error{where}: {terminal.escaped(text)}", file=sys.stderr)
+    print(f"error{where}: {process.escaped(text)}", file=sys.stderr)
     sys.exit(2)
 
 
@@ -196,7 +194,7 @@ def check(hint: object, value: object, name: str, strict: bool = True) -> Any:
     value = tuple(value) if isinstance(value, list) else value  # JSON has only lists
     if isinstance(value, str) and "\0" in value:
         raise UserError(f"{name}: expected a text without NUL bytes, got {value!r:.60}")
-    if isinstance(value, str) and hint in (str, str | None):
+    if isinstance(value, str) and hint in TEXT:
         value = os.path.expanduser(value)  # --out_dir=~/runs
     if _is_tuple(hint) and not isinstance(value, tuple):
         value = (value,)
@@ -230,10 +228,9 @@ def _may_be_none(hint: object) -> bool:
 # --- the command line ---
 
 
-def _split(argv: Sequence[str], known: Collection[str], switches: Collection[str],
-           bare: str) -> list[tuple[str, str]]:  # fmt: skip
-    """(name, text) of options; bare: the name of a word without one."""
-    options: list[tuple[str, str]] = []
+def _split(argv: Sequence[str], hints: Mapping[str, object], bare: str
+           ) -> Iterator[tuple[str, str]]:  # fmt: skip
+    """Yield (name, text) of options; bare: the name of a word without one."""
     rest = [word for word in argv if word not in ("-h", "--help")]
     while rest:
         word = rest.pop(0)
@@ -241,14 +238,15 @@ def _split(argv: Sequence[str], known: Collection[str], switches: Collection[str
         name = name.replace("-", "_")
         if not word.startswith("-"):
             name, text = bare, word
-        elif not equals and name in switches and (rest[:1] or [""])[0].lower() not in SWITCH_WORDS:
-            text = "True"
         elif not equals:
-            if not rest and name in known:
+            switch = hints.get(name) in (bool, bool | None)
+            if switch and (rest[:1] or [""])[0].lower() not in SWITCH_WORDS:
+                text = "True"
+            elif rest:
+                text = rest.pop(0)
+            elif name in hints:
                 raise UserError(f"--{name}: expected a value, write --{name}=...")
-            text = rest.pop(0) if rest else ""
-        options.append((name, text))
-    return options
+        yield name, text
 
 
 def _parse(hint: object, text: str, name: str) -> Any:
@@ -263,23 +261,21 @@ def _parse(hint: object, text: str, name: str) -> Any:
     return check(hint, values if several else values[0], name, strict=False)
 
 
-def _print_help(cls: type, values: dict[str, Any], shown: Collection[str] | None) -> NoReturn:
+def _print_help(cls: type, values: dict[str, Any], shown: Collection[str]) -> NoReturn:
     program = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1]  # with the -m of a module
     about = (cls.__doc__ or "").partition("\n\n")[0]
     lines = [f"usage: python {' '.join(program)} [OPTIONS]\n\n{about}\n"]
     source = "".join(map(inspect.getsource, cls.__mro__[-2::-1]))
     comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", source, re.M))
-    hints = _hints(cls)
-    for field in dataclasses.fields(cls):
-        if shown is not None and field.name not in shown:
-            continue
-        value = values.get(field.name, field.default)
-        default = ",".join(map(str, value)) if isinstance(value, tuple) else value
-        kinds = re.findall(r"'[\w.-]+'|\b(?:bool|int|float|str)\b", str(hints[field.name]))
-        kind = "|".join(kinds).replace("'", "").removesuffix("|whole")
-        words = f"{comments.get(field.name, '')} ({kind}; default: {default})"
-        lines.append(textwrap.fill(words, 98, initial_indent=f"  --{field.name:<23} ",
-                                   subsequent_indent=" " * 28))  # fmt: skip
+    for name, hint in _hints(cls).items():
+        if name in shown:
+            value = values.get(name, getattr(cls, name))
+            default = ",".join(map(str, value)) if isinstance(value, tuple) else value
+            kinds = re.findall(r"'[\w.-]+'|\b(?:bool|int|float|str)\b", str(hint))
+            kind = "|".join(kinds).replace("'", "").removesuffix("|whole")
+            words = f"{comments.get(name, '')} ({kind}; default: {default})"
+            lines.append(textwrap.fill(words, 98, initial_indent=f"  --{name:<23} ",
+                                       subsequent_indent=" " * 28))  # fmt: skip
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # --help | head
     if os.environ.get("RANK", "0") == "0":
         print("\n".join(lines))
@@ -361,20 +357,18 @@ def _evaluate(node: ast.expr | None, names: Mapping[str, object]) -> Any:
         case ast.BinOp(left=left, op=op, right=right):
             a = _evaluate(left, names)
             b = _evaluate(right, names)
-            texts = isinstance(a, str) and isinstance(b, str) and isinstance(op, ast.Add)
-            if not texts and not (isinstance(a, int | float) and isinstance(b, int | float)):
-                raise ValueError
-            if isinstance(op, ast.Pow) and (abs(b) > 64 or abs(a) > 2**64):  # 9**9**9
-                raise ValueError
+            numbers = isinstance(a, int | float) and isinstance(b, int | float)
+            if not (numbers or isinstance(op, ast.Add)) or (isinstance(op, ast.Pow) and b > 64):
+                raise ValueError  # "a" * 9**9, 9**9**9
             value = _ARITHMETIC[type(op)](a, b)
         case _:
             raise ValueError
     parts = value if isinstance(value, tuple) else (value,)
     sizes = (p.bit_length() if isinstance(p, int) else len(str(p)) for p in parts)
-    if any(isinstance(part, tuple) for part in parts) or sum(sizes) > LARGEST:
+    if sum(sizes) > LARGEST:
         raise ValueError
     return value
 
 
 if sys.argv[:1] == ["-m"]:  # imports the package before its __main__.py
-    terminal.end_at_once()
+    process.end_at_once()

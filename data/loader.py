@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
-from core.background import map_ahead
 from core.files import command
+from core.process import map_ahead
 from core.settings import UserError, first_line
 from data.schema import FileError, Json, Meta, read_json, reading
 from data.sources import DATASETS

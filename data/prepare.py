@@ -20,8 +20,8 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import Field, PositiveInt
 
-from core.background import map_ahead
 from core.files import locked, printable, refuse_link, write_at_once
+from core.process import map_ahead
 from core.settings import UserError, check_fields
 from data import sources
 from data.loader import load, shard_paths, shards_meta

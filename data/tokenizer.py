@@ -13,8 +13,8 @@ from pathlib import Path
 from threading import current_thread, main_thread
 from typing import Any
 
-from core import background
 from core.files import command
+from core.process import in_thread
 from core.settings import UserError, first_line
 from data.schema import FileError, Json, TokenizerMeta, read_json, valid, well_formed
 from data.sources import fetch_wheel
@@ -227,7 +227,7 @@ class FileTokenizer(Tokenizer):
 
     def _encoded(self, text: str) -> Any:
         if current_thread() is main_thread():  # signals interrupt the wait for a slow pattern
-            return background.begin(self._encoded, text).result()
+            return in_thread(self._encoded, text).result()
         try:  # encode() would stop the other threads
             return self.made.encode_batch([text], add_special_tokens=False)[0]
         except BaseException as e:

@@ -22,8 +22,8 @@ from test_train import Run, run
 import checkpoint
 import data
 from attention import visible
-from core.background import map_ahead
 from core.loss import IGNORE
+from core.process import map_ahead
 from core.settings import UserError
 from data.__main__ import main
 from data.loader import document_starts

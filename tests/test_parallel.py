@@ -286,26 +286,23 @@ def test_a_ring_and_an_incomplete_launch_need_processes(world, named) -> None:
         DistInfo.join("cpu", 2)
 
 
-def test_how_as_many_processes_are_started_again(monkeypatch) -> None:
-    def launcher(n: int) -> str:  # of all processes, also of those that share sequences
-        return DistInfo(CPU, world_size=n, context_parallel=n // 2 or 1).launcher
-
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert launcher(1) == "python" and launcher(4) == "torchrun --standalone --nproc_per_node=4"
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    monkeypatch.setenv("MASTER_ADDR", "node0")
-    assert launcher(4) == "torchrun --standalone --nproc_per_node=4"
-    nodes = "--rdzv_backend=c10d --rdzv_endpoint=node0:29400"
-    assert launcher(8) == f"torchrun --nnodes=2 --nproc_per_node=4 {nodes}"
+NODES = "torchrun --nnodes=2 --nproc_per_node=4 --rdzv_backend=c10d --rdzv_endpoint=node0:29400"
 
 
-def test_before_the_first_checkpoint_the_advice_is_to_start_again(monkeypatch, tmp_path) -> None:
+@pytest.mark.parametrize("n, launcher", [
+    (1, "python"), (4, "torchrun --standalone --nproc_per_node=4"), (8, NODES)])
+def test_as_many_processes_go_on_or_start_again(n, launcher, monkeypatch, tmp_path) -> None:
+    """Also those that share sequences. Before the run's first checkpoint it starts again."""
     given = ["train.py", "config/my.py", "--out_dir=a b"]
     monkeypatch.setattr(sys, "argv", given)
-    folder, run = tmp_path / "step-00000005", DistInfo(CPU)
+    if n > 4:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+        monkeypatch.setenv("MASTER_ADDR", "node0")
+    folder = tmp_path / "step-00000005"
     folder.mkdir()
+    run = DistInfo(CPU, world_size=n, context_parallel=n // 2 or 1)
     resume = ["train.py", "--init_from=resume", f"--out_dir={tmp_path}"]
-    for seconds, words in ((-1, given), (1, resume)):  # an earlier run's, and this one's
+    for seconds, line in ((-1, given), (1, resume)):  # an earlier run's, and this one's
         os.utime(folder, (run.began + seconds, run.began + seconds))
         said = shlex.split(checkpoint.run.resume_command(str(tmp_path), run))
-        assert said == ["python", *words]
+        assert said == [*launcher.split(), *line]

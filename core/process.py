@@ -1,4 +1,4 @@
-"""Standard streams, signals, and idle threads. Imported before torch."""
+"""This process: standard streams, signals, threads. Imported before torch."""
 
 from __future__ import annotations
 
@@ -9,11 +9,16 @@ import select
 import signal
 import sys
 import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, NoReturn
+from threading import Thread
+from typing import Any, NoReturn, TypeVar
 
+T = TypeVar("T")
+R = TypeVar("R")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-BUSY = 0.5  # share of cores in other use
 # Control characters but newline and tab, as \x1b.
 ESCAPES = {n: repr(chr(n))[1:-1] for n in (*range(9), *range(11, 32), *range(127, 160))}
 
@@ -53,8 +58,8 @@ class _Output(io.TextIOWrapper):
         return super().write(escaped(text) if self.safe else text)
 
 
-def prepare(*lasting: str) -> None:
-    """Let streams take any text, and the `lasting` never fail."""
+def prepare(lasting: bool = False) -> None:
+    """Let streams take any text, and stderr never fail; lasting: nor stdout."""
     while (fd := os.open(os.devnull, os.O_RDWR)) < 3:  # closed: a file would take its number
         pass
     os.close(fd)
@@ -62,8 +67,9 @@ def prepare(*lasting: str) -> None:
         stream = getattr(sys, name) or open(os.devnull, "w")  # noqa: SIM115, PLW1514
         if stream is getattr(sys, f"__{name}__") or isinstance(stream, _Output):
             stream.flush()
-            raw = (_Lasting if name in lasting else io.FileIO)(stream.fileno(), "wb", closefd=False)
-            lines = name in lasting or stream.line_buffering or stream.write_through
+            lasts = lasting or name == "stderr"
+            raw = (_Lasting if lasts else io.FileIO)(stream.fileno(), "wb", closefd=False)
+            lines = lasts or stream.line_buffering or stream.write_through
             # \u4e00 for a text outside an ASCII terminal's.
             code = stream.encoding, "backslashreplace"
             stream = _Output(io.BufferedWriter(raw), *code, line_buffering=lines)
@@ -91,8 +97,8 @@ def raise_on_signals() -> None:
         signal.signal(number, interrupt)
 
 
-def cores_in_use() -> float:
-    """Share of cores in use in the next 0.1 s; 0: unknown."""
+def wait_passively() -> None:
+    """Let OpenMP's idle threads sleep if others use half of our cores in the next 0.1 s."""
 
     def times() -> list[int]:
         ours = {f"cpu{i}" for i in os.sched_getaffinity(0)}
@@ -100,21 +106,42 @@ def cores_in_use() -> float:
             cores = [words for words in map(str.split, f) if words[0] in ours]
         return [sum(map(int, column)) for column in zip(*(words[1:9] for words in cores))]
 
+    decided = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & {*os.environ}
+    if decided or os.environ.get("OMP_NUM_THREADS") == "1":
+        return
     try:
         before = times()
         time.sleep(0.1)
         passed = [b - a for a, b in zip(before, times(), strict=True)]
-        return 1 - (passed[3] + passed[4]) / sum(passed)  # idle, waiting for a disk
+        used = 1 - (passed[3] + passed[4]) / sum(passed)  # idle, waiting for a disk
     except (OSError, AttributeError, ValueError, LookupError, ZeroDivisionError):  # not Linux
-        return 0.0
-
-
-def wait_passively() -> None:
-    """Let OpenMP's idle threads sleep on a busy machine."""
-    decided = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & {*os.environ}
-    if decided or os.environ.get("OMP_NUM_THREADS") == "1" or (used := cores_in_use()) < BUSY:
         return
-    os.environ["OMP_WAIT_POLICY"] = "passive"
-    if os.environ.get("RANK", "0") == "0":
-        why = f"other programs use {used:.0%} of the cores"
-        print(f"threads: {why}: OMP_WAIT_POLICY=passive is now set", file=sys.stderr)
+    if used >= 0.5:
+        os.environ["OMP_WAIT_POLICY"] = "passive"
+        if os.environ.get("RANK", "0") == "0":
+            why = f"other programs use {used:.0%} of the cores"
+            print(f"threads: {why}: OMP_WAIT_POLICY=passive is now set", file=sys.stderr)
+
+
+def in_thread(work: Callable[..., R], *args: Any) -> Future[R]:
+    """Run work(*args) in a thread that ends with the process; a signal interrupts result()."""
+    future: Future[R] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work(*args))
+        except BaseException as e:
+            future.set_exception(e)
+
+    Thread(target=run, daemon=True, name="background").start()
+    return future
+
+
+def map_ahead(work: Callable[[T], R], tasks: Iterable[T], ahead: int) -> Iterator[R]:
+    """Like map(), with up to `ahead` tasks at once in threads."""
+    running: deque[Future[R]] = deque()
+    for task in tasks:
+        running.append(in_thread(work, task))
+        if len(running) >= ahead:
+            yield running.popleft().result()
+    yield from (future.result() for future in running)
