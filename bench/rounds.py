@@ -1,21 +1,63 @@
-"""Candidates in turn, A B C A B C, each in its own process. Groups (of one, on CUDA three) start
-and have a first round; then all have the others: a drifting clock affects all alike."""
+"""What is here (begin), then candidates in turn, A B C A B C, each in its own process. Groups (of
+one, on CUDA three) start and have a first round; then all have the others: a drifting clock affects
+all alike."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-from bench import Json, report, tables
-from bench.hf import Reference
-from bench.job import Bench, Plan
+import torch
+
+from bench import Json, machine, report, rivals, tables
+from bench.candidates import Bench, Ours, Plan, names
+from bench.settings import Measured, vocabulary
 from bench.tables import Row
 from bench.workers import Failure, Stop, Worker, once
+from core.settings import UserError
 
 SHOWN = 2  # rounds of a shown row
 TOGETHER = 3
 Save = Callable[[Json], object]
+
+
+def begin(mode: str, config: Measured, device: torch.device, stop: Stop) -> Bench:
+    rivals.named(getattr(config, "rival", ()))  # before minutes of work
+    backends, left_out = names(config, device.type)
+    vocab_size, source = vocabulary(config)
+    found: Json = {}
+    if model := getattr(config, "hf", None):
+        found = {"name": model, "config": rivals.read(model)}
+        vocab_size, source = found["config"]["vocab_size"], f"--hf={model}"
+    if mode != "kernel":
+        stop.tell(f"vocabulary: {vocab_size:,} ({source})")
+    limit = None
+    if device.type == "cpu":
+        free = 0.7 * machine.free_memory(device)
+        limit = int(1e9 * config.memory_gb if config.memory_gb else free)
+    elif config.memory_gb:
+        raise UserError(f"--memory_gb limits processes on the CPU, got --device={device}")
+    here = {"memory_limit": limit}
+    bench = Bench(mode, config, device, backends, left_out, vocab_size, found, here)
+    about = once(machine.about, Ours(bench), stop)
+    bench = replace(bench, machine={**about, "memory_limit": limit or about["free_memory"]})
+    reference: Json = {}
+    if model:
+        counts = mode == "train" and not bench.auto
+        batch = config.batch_size * config.gradient_accumulation_steps if counts else 1
+        try:
+            reference = once(rivals.reference, Ours(bench, batch_size=batch), stop)
+        except Failure as e:
+            if e.kind == "stopped":
+                raise
+            raise UserError(f"--hf={model}: {e}") from None
+        found |= {"counted": reference.pop("counted")}
+    if mode == "train" and bench.auto:
+        reference["why"] = "each backend has a batch of its own (--batch_size=auto)"
+        reference.pop("loss", None)
+    return replace(bench, hf=found, reference=reference)
 
 
 def key(row: Row) -> str:
@@ -35,14 +77,17 @@ class Turns:
         self.crowded = False  # sleeping processes do not fit into memory
         self.fresh = False  # every round had a new process
         self.took: dict[bool, float] = {}  # longest seconds of a group, by: new?
-        self.again: list[Row] | None = None  # for each other's memory; None: alone
+        self.together = False  # several warm up: memory may do for one alone
 
     def run(self, plan: Plan) -> None:
-        self.plan = plan
-        none: Json = {"mode": self.bench.mode, "status": "stopped"}
-        none |= {"why": ["no round was measured"], "rounds": []}
-        made = [{**none, "backend": name, "point": p} for p in plan.points for name in plan.jobs]
-        rows = [self.rows.setdefault(key(row), row) for row in made]
+        self.plan, rows = plan, []
+        for point, spec in plan.points:
+            for name, who in plan.candidates.items():
+                status, why = machine.refusal(who, point, spec, plan.longest.get(name))
+                row = {"mode": self.bench.mode, "backend": name, "point": point}
+                row |= {"status": status, "why": [why], "rounds": []}
+                self.ended |= {key(row)} if status != "stopped" else set()
+                rows.append(self.rows.setdefault(key(row), row))
         done = max((len(row["rounds"]) for row in rows), default=0)
         self.target = done + plan.rounds
         first = done + min(plan.rounds, SHOWN if self.stop.left < math.inf else 1)
@@ -76,8 +121,52 @@ class Turns:
                 self.save(self.content("the run had not ended"))
 
     def is_warm(self, row: Row) -> bool:
-        worker, name = self.workers.get(row["backend"]), key(row)
-        return worker is not None and name in worker.warm and name not in self.ended
+        worker = self.workers.get(row["backend"])
+        return worker is not None and key(row) in worker.warm
+
+    def attempt(self, do: Callable[[Row], None], row: Row) -> bool:
+        try:
+            if key(row) not in self.ended:
+                do(row)
+                return True
+        except Failure as e:
+            self.failed(row, e)
+        return False
+
+    def prepare(self, group: list[Row]) -> None:
+        """Start and warm up."""
+        started = [row for row in group if self.attempt(self.start, row)]
+        if self.bench.cuda:
+            self.refer()
+        self.together = len(started) > 1
+        for row in started:
+            self.attempt(self.finish, row)
+        self.together = False
+
+    def start(self, row: Row) -> None:
+        """Send the warm-up. Failure: not worth a process, or time is up."""
+        name, plan, stop, left = row["backend"], self.plan, self.stop, self.stop.left
+        stop.check(0.0 if row["rounds"] else math.inf)  # inf: for signals only
+        need = self.took.get(name not in self.workers, 0.0)
+        if not row["rounds"] and (why := plan.skip(row, [*self.rows.values()])):
+            raise Failure("skipped", why)
+        if not row["rounds"] and left < need:
+            took = f"it takes about {need:.0f} s" if need else stop.spent
+            raise Failure("stopped", f"{took}, and {max(left, 0):.0f} s were left")
+        stop.watch(f"warm-up: {key(row)}")
+        who = plan.candidates[name]
+        if self.bench.auto and "batch_size" not in row:  # by another process: memory fragments
+            row |= once(plan.work, who.but(compile=False), stop, "largest", self.request(row))
+        if name not in self.workers:
+            self.workers[name] = Worker(plan.work, who, stop)
+        self.workers[name].send("warm_up", self.request(row))
+
+    def finish(self, row: Row) -> None:
+        worker = self.workers[row["backend"]]
+        warm = self.seen(row, worker.receive())
+        worker.warm.add(key(row))
+        if "setup_s" not in row:
+            row |= {name: value for name, value in warm.items() if name != "peak_bytes"}
 
     def round(self, row: Row) -> None:
         self.stop.watch(f"round {len(row['rounds']) + 1}: {key(row)}")
@@ -91,80 +180,8 @@ class Turns:
             noisy = f", {found['spread']:.0%} apart: noisy" if found["noisy"] else ""
             self.stop.tell(f"{key(row)}: {found['ms']:.4g} ms ({n}{noisy})")
 
-    def make_room(self) -> None:
-        """End processes that do not fit; with one_process after all rounds."""
-        held = sum(worker.held_bytes for worker in self.workers.values()) + self.peak
-        self.crowded |= 0 < 0.9 * self.bench.machine["memory_limit"] < held
-        if not self.crowded:
-            return
-        self.fresh |= not self.plan.one_process
-        for row in self.rows.values() if self.plan.one_process else ():
-            while self.is_warm(row) and len(row["rounds"]) < self.target:
-                self.attempt(self.round, row)
-        self.drop(*self.workers)
-
-    def prepare(self, group: list[Row]) -> None:
-        """Start and warm up; rows that ran out of memory together again, one by one."""
-        started = [r for r in group if key(r) not in self.ended and self.attempt(self.start, r)]
-        if self.bench.cuda:
-            self.refer()
-        self.again = [] if len(started) > 1 else None
-        for row in started:
-            self.attempt(self.finish, row)
-        again, self.again = self.again, None
-        for row in again or ():
-            self.prepare([row])
-
-    def attempt(self, do: Callable[[Row], None], row: Row) -> bool:
-        try:
-            do(row)
-        except Failure as e:
-            self.failed(row, e)
-            return False
-        return True
-
-    def finish(self, row: Row) -> None:
-        worker = self.workers[row["backend"]]
-        warm = self.seen(row, worker.receive())
-        worker.warm.add(key(row))
-        if "setup_s" not in row:
-            row |= {name: value for name, value in warm.items() if name != "peak_bytes"}
-
-    def start(self, row: Row) -> None:
-        """Send the warm-up. Failure: not worth a process, or time is up."""
-        name, plan, stop, job = row["backend"], self.plan, self.stop, self.plan.jobs[row["backend"]]
-        stop.check(0.0 if row["rounds"] else math.inf)  # inf: for signals only
-        if not row["rounds"]:
-            self.bench.admit(name, plan.spec(row["point"]))
-            T = row["point"].get("T", job.config.block_size)
-            if (most := plan.longest.get(name, T)) < T:
-                beyond = f" beyond {most:,} tokens" if most else ""
-                also = ", and --lengths" if self.bench.mode == "kernel" else ""
-                raise Failure("skipped", f"left out{beyond}: name it in --backends{also}")
-            if why := plan.skip(row, [*self.rows.values()]):
-                raise Failure("skipped", why)
-            need = self.took.get(name not in self.workers, 0.0)
-            if stop.left < need:
-                took = f"it takes about {need:.0f} s" if need else stop.spent
-                raise Failure("stopped", f"{took}, and {max(stop.left, 0):.0f} s were left")
-        stop.watch(f"warm-up: {key(row)}")
-        if self.bench.auto and "batch_size" not in row:  # by another process: memory fragments
-            row |= once(plan.work, job.but(compile=False), stop, "largest", self.request(row))
-        if name not in self.workers:
-            self.workers[name] = Worker(plan.work, job, stop)
-        self.workers[name].send("warm_up", self.request(row))
-
     def request(self, row: Row) -> Json:
         return {**row["point"], "batch_size": row.get("batch_size"), "first": not row["rounds"]}
-
-    def refer(self) -> None:
-        job = self.plan.reference
-        if job and not self.reference:
-            try:
-                of = {"why": job} if isinstance(job, str) else once(Reference, job, self.stop)
-                self.reference = of
-            except Failure as e:
-                self.reference = {"why": str(e)}
 
     def seen(self, row: Row, answer: Json) -> Json:
         row |= answer.pop("about", {})
@@ -174,30 +191,49 @@ class Turns:
         return answer
 
     def failed(self, row: Row, e: Failure) -> None:
-        """End a row, or try again: alone, or with --batch_size=auto a smaller batch."""
-        if e.kind == "died" or not e.built:
-            self.drop(row["backend"])
-        if "out of memory" in str(e) and self.again is not None:
-            self.drop(row["backend"])
-            return self.again.append(row)
+        """End a row; out of memory it waits for another turn, alone, or with a smaller batch."""
+        name, full = row["backend"], "out of memory" in str(e)
         n = row.get("batch_size", 1) if self.bench.auto and not row["rounds"] else 1
-        if n > 1 and "out of memory" in str(e):  # several steps need more than one
-            self.drop(row["backend"])
+        again = full and (self.together or n > 1)  # several steps need more than one
+        if e.kind == "died" or not e.built or again:
+            self.drop(name)
+        if n > 1 and again:
             row.pop("setup_s", None)
             row["batch_size"] = n * 3 // 4
-            return self.prepare([row])
-        name, rows = row["backend"], self.rows.values()
-        same = [r for r in rows if r["backend"] == name and not (e.built or r["rounds"])]
-        for its in (row, *same):
+        if again:
+            return
+        same = [r for r in self.rows.values() if r["backend"] == name and not r["rounds"]]
+        for its in (row, *(same if not e.built else ())):
             self.ended.add(key(its))
             if e.kind != "stopped" or not its["rounds"]:  # else its rounds so far count
                 its |= {"status": e.kind.replace("died", "failed"), "why": [str(e)], "rounds": []}
         if e.kind not in ("stopped", "unavailable"):
             self.stop.tell(f"{key(row)}: {e.kind}: {e}")
 
+    def make_room(self) -> None:
+        """End processes that do not fit; with one_process after all rounds."""
+        held = sum(worker.held_bytes for worker in self.workers.values()) + self.peak
+        self.crowded |= 0 < 0.9 * self.bench.machine["memory_limit"] < held
+        if not self.crowded:
+            return
+        self.fresh |= not self.plan.one_process
+        for row in self.rows.values() if self.plan.one_process else ():
+            while self.is_warm(row) and len(row["rounds"]) < self.target:
+                if not self.attempt(self.round, row):
+                    break
+        self.drop(*self.workers)
+
     def drop(self, *names: str) -> None:
         for worker in (self.workers.pop(name) for name in names if name in self.workers):
             worker.close()
+
+    def refer(self) -> None:
+        if self.reference or not self.plan.reference:
+            return
+        try:
+            self.reference = once(rivals.reference, self.plan.reference, self.stop)
+        except Failure as e:
+            self.reference = {"why": str(e)}
 
     def content(self, why: str = "") -> Json:
         bench, rows = self.bench, [dict(row) for row in self.rows.values()]
