@@ -69,13 +69,11 @@ class Turns:
 
     def __init__(self, bench: Bench, stop: Stop, save: Save | None) -> None:
         self.bench, self.stop, self.save = bench, stop, save
-        self.began, self.reference = time.perf_counter(), bench.reference
+        self.began = time.perf_counter()
         self.rows: dict[str, Row] = {}
         self.ended: set[str] = set()
         self.workers: dict[str, Worker] = {}
-        self.peak = 0  # bytes of the largest process
         self.crowded = False  # sleeping processes do not fit into memory
-        self.fresh = False  # every round had a new process
         self.took: dict[bool, float] = {}  # longest seconds of a group, by: new?
         self.together = False  # several warm up: memory may do for one alone
 
@@ -187,7 +185,6 @@ class Turns:
         row |= answer.pop("about", {})
         if peak := answer.get("peak_bytes", 0):
             row["memory_bytes"] = max(row.get("memory_bytes", 0), peak)
-            self.peak = max(self.peak, peak)
         return answer
 
     def failed(self, row: Row, e: Failure) -> None:
@@ -212,11 +209,11 @@ class Turns:
 
     def make_room(self) -> None:
         """End processes that do not fit; with one_process after all rounds."""
-        held = sum(worker.held_bytes for worker in self.workers.values()) + self.peak
+        largest = max(row.get("memory_bytes", 0) for row in self.rows.values())
+        held = sum(worker.held_bytes for worker in self.workers.values()) + largest
         self.crowded |= 0 < 0.9 * self.bench.machine["memory_limit"] < held
         if not self.crowded:
             return
-        self.fresh |= not self.plan.one_process
         for row in self.rows.values() if self.plan.one_process else ():
             while self.is_warm(row) and len(row["rounds"]) < self.target:
                 if not self.attempt(self.round, row):
@@ -228,17 +225,18 @@ class Turns:
             worker.close()
 
     def refer(self) -> None:
-        if self.reference or not self.plan.reference:
+        if self.bench.reference or not self.plan.reference:
             return
         try:
-            self.reference = once(rivals.reference, self.plan.reference, self.stop)
+            found = once(rivals.reference, self.plan.reference, self.stop)
         except Failure as e:
-            self.reference = {"why": str(e)}
+            found = {"why": str(e)}
+        self.bench = replace(self.bench, reference=found)
 
     def content(self, why: str = "") -> Json:
         bench, rows = self.bench, [dict(row) for row in self.rows.values()]
-        known: Json = {**bench.part, "reference": self.reference, "fresh_rounds": self.fresh}
-        known |= {"seconds": time.perf_counter() - self.began, "rows": rows}
+        known, fresh = bench.part, self.crowded and not self.plan.one_process
+        known |= {"fresh_rounds": fresh, "seconds": time.perf_counter() - self.began, "rows": rows}
         why = report.incomplete(rows, bench.part, self.stop.why or why)
         return known | ({"complete": False, "incomplete": why} if why else {"complete": True})
 
