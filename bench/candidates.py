@@ -132,8 +132,7 @@ class Candidate:
         """Kernels of its layers, with a cache or in training; [] if unknown."""
         return []
 
-    def evidence(self, cache: str | None = None) -> Json:
-        chosen = self.chosen(cache)
+    def evidence(self, chosen: Sequence[Resolution]) -> Json:
         proofs = [c.proof for c in chosen if c.proof]
         worst = max(proofs, key=lambda proof: proof["error"] / proof["allowed"], default=None)
         return {"kernels": [*dict.fromkeys(k for c in chosen for k in c.kernels)], "proof": worst}

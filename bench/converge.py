@@ -152,7 +152,7 @@ class Converging(train.Training):
             self.who.optimizer.zero_grad(set_to_none=True)
         answer: Json = {"compiled": self.compiled, "batch_size": self.who.config.batch_size}
         peak = machine.memory(self.device)
-        return answer | {"peak_bytes": peak} | self.who.evidence()
+        return answer | {"peak_bytes": peak} | self.who.evidence(self.who.chosen())
 
     def step(self, x: Tensor, y: Tensor, mark: Mark = lambda part: None) -> Tensor:
         set_learning_rate(self.who.optimizer, self.done, self.who.config)

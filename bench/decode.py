@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from functools import cache, partial
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -94,37 +94,35 @@ class Decoding:
         self.who, self.device = who, who.device
         who.for_decoding()
 
-    def write(self, request: Json, B: int = 0, new: int = 0) -> Times:
-        """Continue B prompts by `new` tokens; 0: as requested."""
-        B, V = B or request["batch_size"] or request["B"], self.who.bench.vocab_size
-        draw = torch.Generator().manual_seed(request["P"])
-        prompt = torch.randint(V, (B, request["P"]), generator=draw).to(self.device)
+    def write(self, request: Json) -> Times:
+        """Continue B prompts by new_tokens."""
+        V, draw = self.who.bench.vocab_size, torch.Generator().manual_seed(request["P"])
+        prompt = torch.randint(V, (request["B"], request["P"]), generator=draw).to(self.device)
         how = constrained(request["constraint"], V)
-        return self.who.write(prompt, new or request["new_tokens"], request["cache"], **how)
+        return self.who.write(prompt, request["new_tokens"], request["cache"], **how)
 
     def largest(self, request: Json) -> Json:
-        return {"batch_size": machine.largest(partial(self.write, request), self.device, MOST)}
+        most = machine.largest(lambda n: self.write(request | {"B": n}), self.device, MOST)
+        return {"batch_size": most}
 
     def warm_up(self, request: Json) -> Json:
-        who, cache, hf = self.who, request["cache"], bool(self.who.bench.hf)
+        who, cache = self.who, request["cache"]
         # Before the text: later plans recompile its graphs. Transformers' are known after it.
-        evidence = who.evidence(cache) if not hf and who.chosen(cache) else None
+        chosen = who.chosen(cache) if not who.bench.hf else []
         machine.reset_peak(self.device)
         self.write(request)
-        answer: Json = {"peak_bytes": machine.memory(self.device)}
-        if hf and who.chosen(cache):
-            evidence = who.evidence(cache)
-        if evidence is None:  # by the profiler
-            ran = parts.kernels_of(lambda: self.write(request, new=2), self.device)
-            evidence = {"kernels": ran["kernels"], "proof": None}
-        return answer | evidence
+        answer = {"peak_bytes": machine.memory(self.device)}
+        if chosen := chosen or who.chosen(cache):
+            return answer | who.evidence(chosen)
+        ran = parts.kernels_of(lambda: self.write(request | {"new_tokens": 2}), self.device)
+        return answer | {"kernels": ran["kernels"], "proof": None}
 
     def round(self, request: Json) -> Json:
         synchronize(self.device)
         start = time.perf_counter()
         first, last, cache_bytes = self.write(request)
         new, as_int8 = request["new_tokens"], int8.parameters(self.who.model)
-        shape = {"B": request["batch_size"] or request["B"], "P": request["P"], "new_tokens": new}
+        shape = {name: request[name] for name in ("B", "P", "new_tokens")}
         shape |= {"parameters": self.who.parameters}
         shape |= {"int8_parameters": as_int8} if as_int8 else {}
         times = {"first_ms": (first - start) * 1e3, "ms": (last - first) / (new - 1) * 1e3}

@@ -40,9 +40,9 @@ def refuse(lacking: Json) -> None:
 class NanoGPT(Candidate):
     def build(self, cast: bool = False) -> Any:
         config, plain = self.config, TrainConfig()
-        names = ("position", "norm", "mlp", "qk_norm", "tied", "optimizer")
+        names = ("position", "norm", "mlp", "qk_norm", "tied", "optimizer",
+                 "gradient_checkpointing")  # fmt: skip
         lacking = {n: getattr(config, n) != getattr(plain, n) for n in names}
-        lacking["gradient_checkpointing"] = config.gradient_checkpointing
         lacking["attention_window"] = any(config.attention_window)
         lacking["n_kv_head"] = config.n_kv_head not in (None, config.n_head)
         refuse(lacking | {"gelu=tanh": config.gelu == "tanh", "bias=qkv": config.bias == "qkv"})

@@ -179,7 +179,8 @@ class Turns:
             self.stop.tell(f"{key(row)}: {found['ms']:.4g} ms ({n}{noisy})")
 
     def request(self, row: Row) -> Json:
-        return {**row["point"], "batch_size": row.get("batch_size"), "first": not row["rounds"]}
+        found = {"B": row["batch_size"]} if self.bench.auto and "batch_size" in row else {}
+        return row["point"] | found | {"first": not row["rounds"]}
 
     def seen(self, row: Row, answer: Json) -> Json:
         row |= answer.pop("about", {})

@@ -117,7 +117,7 @@ class Training:
         return answer
 
     def warm_up(self, request: Json) -> Json:
-        n = request["batch_size"] or self.who.config.batch_size
+        n = request.get("B", self.who.config.batch_size)
         self.batch = self.who.random_tokens(n * self.micro)
         answer: Json = {"compiled": self.compiled, "batch_size": n}
         began = time.perf_counter()
@@ -136,7 +136,8 @@ class Training:
         self.step_ms = found["ms"]
         ran = parts.kernels_of(lambda: self.step(*self.batch), self.device)
         machine.reset_peak(self.device)
-        return {**self.who.evidence(), **answer, **ran, "peak_bytes": found["peak_bytes"]}
+        chosen = self.who.evidence(self.who.chosen())
+        return {**chosen, **answer, **ran, "peak_bytes": found["peak_bytes"]}
 
     def largest(self, request: Json) -> Json:
         def fits(n: int) -> None:
