@@ -99,8 +99,9 @@ def reason(error: Exception) -> str:
     return str(error).partition(" cannot run here. ")[2].partition(": ")[2] or str(error)
 
 
-def refusal(who: Candidate, point: Json, spec: Json, longest: int | None) -> tuple[str, str]:
-    """Status and reason of a row without rounds: before any process, if it could only refuse."""
+def refusal(who: Candidate, point: Json, spec: Json,
+            longest: int | None) -> tuple[str, str] | None:  # fmt: skip
+    """Status and reason of a row, if a process could only refuse."""
     bench, name, T = who.bench, who.name, point.get("T", who.config.block_size)
     if why := bench.left_out.get(name):
         return "unavailable", why
@@ -117,7 +118,7 @@ def refusal(who: Candidate, point: Json, spec: Json, longest: int | None) -> tup
         beyond = f" beyond {longest:,} tokens" if longest else ""
         also = ", and --lengths" if bench.mode == "kernel" else ""
         return "skipped", f"left out{beyond}: name it in --backends{also}"
-    return "stopped", "no round was measured"
+    return None
 
 
 def largest(run: Callable[[int], object], device: torch.device, most: int) -> int:

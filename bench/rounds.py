@@ -4,6 +4,7 @@ all alike."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -71,6 +72,7 @@ class Turns:
         self.bench, self.stop, self.save = bench, stop, save
         self.began = time.perf_counter()
         self.rows: dict[str, Row] = {}
+        self.refused: dict[str, tuple[str, str] | None] = {}
         self.ended: set[str] = set()
         self.workers: dict[str, Worker] = {}
         self.crowded = False  # sleeping processes do not fit into memory
@@ -79,13 +81,11 @@ class Turns:
 
     def run(self, plan: Plan) -> None:
         self.plan, rows = plan, []
-        for point, spec in plan.points:
-            for name, who in plan.candidates.items():
-                status, why = machine.refusal(who, point, spec, plan.longest.get(name))
-                row = {"mode": self.bench.mode, "backend": name, "point": point}
-                row |= {"status": status, "why": [why], "rounds": []}
-                self.ended |= {key(row)} if status != "stopped" else set()
-                rows.append(self.rows.setdefault(key(row), row))
+        for (point, spec), who in itertools.product(plan.points, plan.candidates.values()):
+            row = {"mode": self.bench.mode, "backend": who.name, "point": point}
+            row |= {"status": "stopped", "why": ["no round was measured"], "rounds": []}
+            rows.append(self.rows.setdefault(key(row), row))
+            self.refused[key(row)] = machine.refusal(who, point, spec, plan.longest.get(who.name))
         done = max((len(row["rounds"]) for row in rows), default=0)
         self.target = done + plan.rounds
         first = done + min(plan.rounds, SHOWN if self.stop.left < math.inf else 1)
@@ -145,12 +145,14 @@ class Turns:
         """Send the warm-up. Failure: not worth a process, or time is up."""
         name, plan, stop, left = row["backend"], self.plan, self.stop, self.stop.left
         stop.check(0.0 if row["rounds"] else math.inf)  # inf: for signals only
-        need = self.took.get(name not in self.workers, 0.0)
-        if not row["rounds"] and (why := plan.skip(row, [*self.rows.values()])):
-            raise Failure("skipped", why)
-        if not row["rounds"] and left < need:
-            took = f"it takes about {need:.0f} s" if need else stop.spent
-            raise Failure("stopped", f"{took}, and {max(left, 0):.0f} s were left")
+        if not row["rounds"]:
+            if refused := self.refused[key(row)]:
+                raise Failure(*refused)
+            if why := plan.skip(row, [*self.rows.values()]):
+                raise Failure("skipped", why)
+            if left < (need := self.took.get(name not in self.workers, 0.0)):
+                took = f"it takes about {need:.0f} s" if need else stop.spent
+                raise Failure("stopped", f"{took}, and {max(left, 0):.0f} s were left")
         stop.watch(f"warm-up: {key(row)}")
         who = plan.candidates[name]
         if self.bench.auto and "batch_size" not in row:  # by another process: memory fragments
