@@ -56,8 +56,8 @@ def begin(mode: str, config: Measured, device: torch.device, stop: Stop) -> Benc
             raise UserError(f"--hf={model}: {e}") from None
         found |= {"counted": reference.pop("counted")}
     if mode == "train" and bench.auto:
+        reference = {k: n for k, n in reference.items() if k == "flops_per_token"}
         reference["why"] = "each backend has a batch of its own (--batch_size=auto)"
-        reference.pop("loss", None)
     return replace(bench, hf=found, reference=reference)
 
 
