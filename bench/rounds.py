@@ -1,6 +1,5 @@
-"""What is here (begin), then candidates in turn, A B C A B C, each in its own process. Groups (of
-one, on CUDA three) start and have a first round; then all have the others: a drifting clock affects
-all alike."""
+"""What is here, then candidates in turn, A B C A B C, each in its own process. Groups (of one, on
+CUDA three) have a first round, then all have the others: a drifting clock affects all alike."""
 
 from __future__ import annotations
 
