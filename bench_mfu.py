@@ -24,7 +24,6 @@ if __name__ == "__main__":
     process.end_at_once()
 
 from bench import ROOT, Json, compare, plan, qualify, record, report, rounds
-from bench.job import begin
 from bench.settings import MODES, load_config
 from bench.workers import Failure, Stop
 from core.runtime import StopSignal, pick_device
@@ -56,7 +55,7 @@ def measure(mode: str, argv: list[str], loaded: Loaded[Any]) -> int:
     stop = Stop(minutes if mode != "qualify" else math.inf)  # each stage has its own deadline
     with closing(StopSignal("stopping; keeping the results so far")) as stop.signals:
         try:
-            bench = begin(mode, config, device, stop)
+            bench = rounds.begin(mode, config, device, stop)
             if mode == "qualify":
                 content = qualify.run(bench, loaded.origins, stop, save)
             else:

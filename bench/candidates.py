@@ -1,23 +1,24 @@
-"""Candidates in their process: ours with one backend, and nanoGPT (transformers: hf.py)."""
+"""A Bench, which is a mode's settings on a machine, and its candidates: pickled as they are, built
+in their own processes. Here is ours with one backend; the others are in rivals.py."""
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
+import attention
 import train
 from attention import Resolution
-from attention.machine.system import synchronize
 from bench import Json
+from bench.parts import model_of
 from core.cpu import int8
+from core.flops import Sizes
 from core.optimizer import build_optimizer
 from core.options import TrainConfig
 from core.runtime import Setup, dtype_name
@@ -26,26 +27,75 @@ from inference import engine, graphs
 from inference.sampling import Stats
 from model import GPT, GPTConfig
 
+# Longest sequences of backends that are not named.
+LONGEST = {"manual": 2048, "sdpa_math": 2048, "tiled": 2048}
 Mark = Callable[[str], None]
 Times = tuple[float, float, int]
 
 
 @dataclass(frozen=True)
-class Job:
-    """A row's candidate and its settings, as a process receives them."""
-
-    name: str  # of the row
-    kind: type[Candidate]
-    what: str  # for this kind: a path, or a name
-    settings: Any  # the mode's
-    config: TrainConfig
+class Bench:
+    mode: str
+    config: Any  # of the mode's class
     device: torch.device
+    backends: tuple[str, ...]
+    left_out: Mapping[str, str]  # backend -> reason
     vocab_size: int
-    hf: Json | None  # transformers' config
-    memory_limit: int | None
+    hf: Json  # name, config, sizes
+    machine: Json = field(default_factory=dict)
+    reference: Json = field(default_factory=dict)  # of the first batch
 
-    def but(self, **changes: Any) -> Job:
-        return replace(self, config=replace(self.config, **changes))
+    @property
+    def cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def auto(self) -> bool:
+        return getattr(self.config, "batch_size", 1) == "auto"
+
+    @property
+    def part(self) -> Json:
+        """The record, without rows."""
+        known: Json = {"mode": self.mode, "settings": self.config.flat(), "machine": self.machine}
+        known |= {"vocab_size": self.vocab_size, "reference": self.reference}
+        return known | ({"hf": self.hf} if self.hf else {})
+
+    @cached_property
+    def model(self) -> Sizes:
+        return model_of(self.part)
+
+    @property
+    def layer(self) -> Json:
+        """Fields of the first layer's Spec."""
+        m = self.model
+        ours = {"n_head": m.n_head, "n_kv_head": m.kv_heads, "head_dim": m.head_dim}
+        return m.layers[0] if self.hf else {**ours, "window": m.windows[0]}
+
+    @property
+    def slow(self) -> list[str]:
+        named = {attention.get(word).name for word in self.config.backends if word != "all"}
+        return [name for name in self.backends if name in LONGEST and name not in named]
+
+
+class Candidate:
+    """A row's model: ours, unless a subclass builds another one."""
+
+    model: Any
+    run: Any  # the model, compiled or not
+    optimizer: torch.optim.AdamW
+    make_optimizer: Callable[[], torch.optim.AdamW]
+    # write(prompt (B, T) int64, new, cache): when the first and the last token came, cache bytes
+    write: Callable[..., Times]
+
+    def __init__(self, bench: Bench, name: str = "", what: str = "", **changes: Any) -> None:
+        """name: the row's; what: a path or name for its kind; changes: of the options."""
+        self.bench, self.name, self.what, self.changes = bench, name, what, changes
+        fixed = {"attention_fallback": False, "batch_size": 1}
+        self.config = bench.config.to(TrainConfig, **fixed | changes)
+        self.device = bench.device
+
+    def but(self, **changes: Any) -> Candidate:
+        return type(self)(self.bench, self.name, self.what, **self.changes | changes)
 
     @cached_property
     def setup(self) -> Setup:
@@ -55,54 +105,34 @@ class Job:
     def dtype(self) -> str:
         return dtype_name(self.setup.dtype)
 
-    def model(self, cast: bool = False) -> GPT:
+    def build(self, cast: bool = False) -> Any:
         config, setup = self.config, self.setup
-        model = setup.place(GPT(GPTConfig.of(config, self.vocab_size), config.policy), cast)
+        model = GPT(GPTConfig.of(config, self.bench.vocab_size), config.policy)
         model.gradient_checkpointing = config.gradient_checkpointing
         model.residual_autocast = setup.residual == "autocast"
-        return model
-
-    def random_tokens(self, n: int) -> tuple[Tensor, Tensor]:
-        """n sequences and their targets: (n, T) int64 each."""
-        draw = torch.Generator().manual_seed(self.config.seed)
-        tokens = torch.randint(self.vocab_size, (n, self.config.block_size + 1), generator=draw)
-        x, y = tokens[:, :-1], tokens[:, 1:]
-        return x.contiguous().to(self.device), y.contiguous().to(self.device)
-
-
-def refuse(lacking: Json) -> None:
-    """UserError for {option that a model lacks: is it used?}"""
-    if used := [name for name, is_used in lacking.items() if is_used]:
-        raise UserError(f"it does not support {' and '.join(used)}")
-
-
-class Candidate:
-    model: Any
-    run: Any  # the model, compiled or not
-    optimizer: torch.optim.AdamW
-    make_optimizer: Callable[[], torch.optim.AdamW]
-    # write(prompt (B, T) int64, new, cache): when the first and the last token came, cache bytes
-    write: Callable[..., Times]
-    compile = False  # decode steps of a static cache
-
-    def __init__(self, job: Job) -> None:
-        self.job, self.setup, self.config = job, job.setup, job.config
+        return setup.place(model, cast)
 
     def for_training(self) -> None:
-        self.scaler = self.setup.scaler()
-        self.model.train()
+        self.model, self.scaler = self.build().train(), self.setup.scaler()
         self.optimizer = self.make_optimizer()
         self.run = self.setup.compiled(self.model, self.config.gradient_accumulation_steps)
 
     def for_decoding(self) -> None:
-        self.model.to(self.setup.dtype).eval()
+        self.model = self.build(cast=True).eval()
+
+    def random_tokens(self, n: int) -> tuple[Tensor, Tensor]:
+        """n sequences and their targets: (n, T) int64 each."""
+        draw = torch.Generator().manual_seed(self.config.seed)
+        size = (n, self.config.block_size + 1)
+        tokens = torch.randint(self.bench.vocab_size, size, generator=draw)
+        x, y = tokens[:, :-1], tokens[:, 1:]
+        return x.contiguous().to(self.device), y.contiguous().to(self.device)
 
     def chosen(self, cache: str | None = None) -> list[Resolution]:
         """Kernels of its layers, with a cache or in training; [] if unknown."""
         return []
 
-    def evidence(self, cache: str | None = None) -> Json:
-        chosen = self.chosen(cache)
+    def evidence(self, chosen: Sequence[Resolution]) -> Json:
         proofs = [c.proof for c in chosen if c.proof]
         worst = max(proofs, key=lambda proof: proof["error"] / proof["allowed"], default=None)
         return {"kernels": [*dict.fromkeys(k for c in chosen for k in c.kernels)], "proof": worst}
@@ -140,22 +170,21 @@ class Candidate:
 
 class Ours(Candidate):
     def for_training(self) -> None:
-        config = self.config
-        self.model = self.job.model()
         super().for_training()
         with self.setup.autocast:
-            plan = self.model.plan(config.batch_size, compiled=bool(self.setup.compile))
+            compiled = bool(self.setup.compile)
+            plan = self.model.plan(self.config.batch_size, compiled=compiled)
         self.to_train = plan[0].chosen
-        self.found_inf = torch.zeros((), device=self.job.device)
+        self.found_inf = torch.zeros((), device=self.device)
 
     def for_decoding(self) -> None:
-        self.model = self.job.model(cast=True).eval()
-        if self.job.settings.weights == "int8":
+        super().for_decoding()
+        if self.bench.config.weights == "int8":
             with user_errors():
                 int8.convert(self.model, self.model.head_weight)
 
     def make_optimizer(self) -> torch.optim.AdamW:
-        return build_optimizer(self.model, self.config, self.job.device)
+        return build_optimizer(self.model, self.config, self.device)
 
     def chosen(self, cache: str | None = None) -> list[Resolution]:
         if cache is None:
@@ -169,51 +198,42 @@ class Ours(Candidate):
     def write(self, prompt: Tensor, new: int, cache: str, **more: object) -> Times:
         stats = Stats()
         how: Json = {"temperature": 0.0, "kv_cache": cache, "stats": stats, **more}
-        how["compile"] = self.compile and cache == "static"
+        how["compile"] = self.config.compile is True and cache == "static"
         times = [time.perf_counter() for _ in engine.stream(self.model, prompt, new, **how)]
         assert len(times) == new, (len(times), new)
         return times[0], times[-1], stats.cache_bytes
 
 
-class NanoGPT(Candidate):
-    def __init__(self, job: Job) -> None:
-        super().__init__(job)
-        config, plain = self.config, TrainConfig()
-        names = ("position", "norm", "mlp", "qk_norm", "tied", "optimizer")
-        lacking = {n: getattr(config, n) != getattr(plain, n) for n in names}
-        lacking["gradient_checkpointing"] = config.gradient_checkpointing
-        lacking["attention_window"] = any(config.attention_window)
-        lacking["n_kv_head"] = config.n_kv_head not in (None, config.n_head)
-        lacking |= {"gelu=tanh": config.gelu == "tanh", "bias=qkv": config.bias == "qkv"}
-        refuse(lacking)
-        spec = importlib.util.spec_from_file_location("nanogpt_model", job.what)
-        assert spec and spec.loader
-        theirs = importlib.util.module_from_spec(spec)
-        sys.modules["nanogpt_model"] = theirs  # its dataclass looks itself up there
-        spec.loader.exec_module(theirs)
-        same = ("block_size", "n_layer", "n_head", "n_embd", "dropout", "bias")
-        sizes = {name: getattr(config, name) for name in same}
-        its_config = theirs.GPTConfig(vocab_size=job.vocab_size, **sizes)
-        self.model = theirs.GPT(its_config).to(job.device)
+@dataclass(frozen=True)
+class Plan:
+    work: type[Any]  # of a candidate, in its process
+    candidates: Mapping[str, Candidate]  # by row, most valuable first
+    rounds: int
+    points: Sequence[tuple[Json, Json]]  # each with its Spec's fields
+    longest: Mapping[str, int] = field(default_factory=dict)  # tokens of a slow backend
+    skip: Callable[[Json, Sequence[Json]], str] = lambda row, rows: ""  # reason, or ""
+    one_process: bool = False  # for all rounds of a candidate
+    reference: Candidate | None = None
 
-    def make_optimizer(self) -> torch.optim.AdamW:
-        c = self.config
-        args = (c.weight_decay, c.learning_rate, (c.beta1, c.beta2), self.setup.device.type)
-        return self.model.configure_optimizers(*args)
 
-    def write(self, prompt: Tensor, new: int, cache: str, **more: object) -> Times:
-        if cache != "none" or more:
-            raise UserError("its generate() has no cache and no --constraint")
-        began: list[float] = []
-
-        def note(module: object, inputs: object) -> None:  # once per token
-            if len(began) == 1:  # on a GPU the first token may still be computed
-                synchronize(self.setup.device)
-            began.append(time.perf_counter())
-
-        with self.model.register_forward_pre_hook(note):
-            text = self.model.generate(prompt, new, temperature=1.0, top_k=None)
-        synchronize(self.setup.device)
-        end = time.perf_counter()
-        assert len(began) == new and text.shape[1] == prompt.shape[1] + new, text.shape
-        return began[1], end, 0
+def names(config: Any, device: str) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Backends, and reasons not to measure some of "all"."""
+    words = config.backends if not getattr(config, "paths", ()) else ()
+    if words == ("all",) and config.attention_backend != "auto":
+        words = (config.attention_backend,)
+    found: dict[str, None] = {}
+    for word in (word for word in words if word != "all"):
+        if word in attention.RULES:
+            raise UserError(f"{word!r} is a rule, not a backend; name backends, or all")
+        with user_errors():
+            backend = attention.get(word)
+        if backend.mods is not None:
+            raise UserError(f"{word} has another mask than the kernels it is compared with")
+        found[word if attention.is_code(word) else backend.name] = None  # of code the worker's
+    left_out = {}
+    for name, backend in attention.BACKENDS.items() if "all" in words else ():
+        caps = [c for c in backend.caps if device in c.devices]
+        if name not in found and caps and all(c.interpreted for c in caps):
+            left_out[name] = "only Triton's interpreter runs it here; its speed is meaningless"
+        found[name] = None
+    return (*found,), left_out

@@ -19,7 +19,7 @@ import torch
 
 import checkpoint
 from attention.machine.system import cpu_name
-from bench import ROOT, job
+from bench import ROOT, rivals
 from bench.settings import Runs
 from bench.tables import markdown
 from core import metrics
@@ -101,10 +101,10 @@ def row(size: str, pairs: list[tuple[Run, Run]]) -> list[str]:
 
 
 def runs(config: Runs) -> int:
-    rivals = job.rivals(config.rival)
-    if [*rivals] != ["nanogpt"]:
+    named = rivals.named(config.rival)
+    if [*named] != ["nanogpt"]:
         raise UserError("runs needs --rival=nanogpt=PATH, a nanoGPT checkout")
-    checkout = Path(rivals["nanogpt"][1]).parent
+    checkout = Path(named["nanogpt"][1]).parent
     results: dict[str, list[tuple[Run, Run]]] = {s: [] for s in config.sizes}
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)

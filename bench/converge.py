@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import data
-from bench import Json, candidates, machine, tables, train
-from bench.candidates import Job
-from bench.job import Bench, Plan
+from bench import Json, machine, tables, train
+from bench.candidates import Bench, Candidate, Mark, Ours, Plan
 from bench.tables import Row
 from core.optimizer import build_optimizer, set_learning_rate
 
@@ -28,7 +27,7 @@ EXACT |= {"residual_dtype": "float32", "compile": False}
 
 
 def plans(bench: Bench) -> list[Plan]:
-    config, how = bench.config, train.steps(bench)
+    config, how = bench.config, train.steps(bench) | {"one_process": True}
     data.load(data.find(config.dataset, config.data_dir), "train", bench.model.block_size,
               bench.vocab_size)  # fmt: skip
     how["longest"].pop("manual", None)
@@ -36,12 +35,13 @@ def plans(bench: Bench) -> list[Plan]:
     for seed in range(config.seed, config.seed + config.seeds):
         same: Json = {"max_iters": config.steps, "lr_decay_iters": config.steps, "seed": seed}
         same |= {"warmup_iters": config.steps // 10, "batch_size": config.batch_size}
-        jobs = {name: bench.job(name, **same) for name in ("manual", *bench.backends)}
+        rows = {name: {"attention_backend": name} for name in ("manual", *bench.backends)}
         if config.paths:
-            jobs = {"plain": bench.job("plain", (Plain, ""), **same | EXACT)}
-            same["attention_backend"] = config.attention_backend
-            jobs |= {path: bench.job(path, **same | PATHS[path]) for path in config.paths}
-        found.append(Plan(Converging, jobs, ROUNDS, one_process=True, **how))
+            rows = {path: PATHS[path] for path in config.paths}
+        who: dict[str, Candidate] = {n: Ours(bench, n, **same | own) for n, own in rows.items()}
+        if config.paths:
+            who = {"plain": Plain(bench, "plain", **same | EXACT)} | who
+        found.append(Plan(Converging, who, ROUNDS, **how))
     return found
 
 
@@ -118,15 +118,11 @@ MODE = tables.Mode(
 # --- in the worker ---
 
 
-class Plain(candidates.Candidate):
+class Plain(Candidate):
     """Our model with PyTorch's own loss and optimizer."""
 
-    def __init__(self, job: Job) -> None:
-        super().__init__(job)
-        self.model = job.model()
-
     def make_optimizer(self) -> torch.optim.AdamW:
-        ours = build_optimizer(self.model, self.config, self.setup.device)
+        ours = build_optimizer(self.model, self.config, self.device)
         groups = [{k: g[k] for k in ("params", "weight_decay")} for g in ours.param_groups]
         betas = (self.config.beta1, self.config.beta2)
         return torch.optim.AdamW(groups, betas=betas, foreach=False, fused=False)
@@ -136,29 +132,29 @@ class Plain(candidates.Candidate):
 
 
 class Converging(train.Training):
-    def __init__(self, job: Job) -> None:
-        super().__init__(job)
-        config, self.done = job.config, 0
+    def __init__(self, who: Candidate) -> None:
+        super().__init__(who)
+        config, self.done = who.config, 0
         folder = data.find(config.dataset, config.data_dir)
-        tokens = data.load(folder, "train", config.block_size, job.vocab_size)
+        tokens = data.load(folder, "train", config.block_size, who.bench.vocab_size)
         n = config.batch_size * self.micro
-        self.batches = data.Batches(tokens, config.block_size, n, config.seed, job.device)
+        self.batches = data.Batches(tokens, config.block_size, n, config.seed, self.device)
 
     def round(self, request: Json) -> Json:
         numbers = range(self.done, self.done + self.settings.steps // ROUNDS)
         answer, losses = self.timed([(x, y) for x, y, *_ in map(self.batches.get, numbers)])
-        answer["losses"] = [float(loss) for loss in losses]
-        return {**answer, "peak_bytes": machine.memory(self.device)}
+        return answer | {"losses": [float(loss) for loss in losses]}
 
     def warm_up(self, request: Json) -> Json:
         if self.compiled:
-            with self.job.setup.autocast:
+            with self.who.setup.autocast:
                 self.who.loss(*self.batches.get(0)).backward()
             self.who.optimizer.zero_grad(set_to_none=True)
-        answer: Json = {"batch_size": self.config.batch_size}
-        return answer | {"peak_bytes": machine.memory(self.device)} | self.who.evidence()
+        answer: Json = {"compiled": self.compiled, "batch_size": self.who.config.batch_size}
+        peak = machine.memory(self.device)
+        return answer | {"peak_bytes": peak} | self.who.evidence(self.who.chosen())
 
-    def step(self, x: Tensor, y: Tensor, mark: candidates.Mark = lambda part: None) -> Tensor:
-        set_learning_rate(self.who.optimizer, self.done, self.config)
+    def step(self, x: Tensor, y: Tensor, mark: Mark = lambda part: None) -> Tensor:
+        set_learning_rate(self.who.optimizer, self.done, self.who.config)
         self.done += 1
         return super().step(x, y, mark)

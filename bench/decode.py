@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import itertools
 import time
-from functools import cache, partial
+from functools import cache
 
 import torch
 from torch import Tensor
 
 import data
 from attention.machine.system import synchronize
-from bench import Json, hf, machine, parts, tables
-from bench.candidates import Job, Times
-from bench.job import Bench, Plan
+from bench import Json, machine, parts, rivals, tables
+from bench.candidates import Bench, Candidate, Plan, Times
 from bench.tables import Row
 from core import flops
 from core.cpu import int8
@@ -30,12 +29,6 @@ MOST = 1024  # sequences tried by --batch_size=auto
 
 
 def plans(bench: Bench) -> list[Plan]:
-    jobs = {name: bench.job(name, who) for name, who in bench.candidates().items()}
-    longest = dict.fromkeys(bench.slow if bench.cuda else (), 0)
-
-    def spec(point: Json) -> Json:
-        return {**bench.layer, **graphs.decode_phase(point["cache"], captured=bench.cuda)}
-
     config, T = bench.config, bench.model.block_size
     new = config.new_tokens or (128 if bench.cuda else 16)  # the first three record the graph
     sizes = ("auto",) if bench.auto else config.batch_sizes or ((1, 8) if bench.cuda else (1, 4))
@@ -43,15 +36,20 @@ def plans(bench: Bench) -> list[Plan]:
     if (most := max(prompts)) + new > T:
         given = f"--prompts, --new_tokens: {most} + {new}"
         raise UserError(f"{given} tokens exceed --block_size={T}")
-    caches = [c for c in config.kv_caches if not bench.hf or c in hf.CACHES]
+    caches = [c for c in config.kv_caches if not bench.hf or c in rivals.CACHES]
     if not caches:
-        raise UserError(f"--kv_caches: --hf has {', '.join(hf.CACHES)}, got {config.kv_caches}")
+        had = f"--hf has {', '.join(rivals.CACHES)}, got {config.kv_caches}"
+        raise UserError(f"--kv_caches: {had}")
     if config.compile:  # last: see warm_up()
         caches.sort(key="static".__eq__)
-    shapes = itertools.product(sizes, prompts, caches, config.constraint)
-    keys = ("B", "P", "cache", "constraint")
-    points = [{**dict(zip(keys, shape)), "new_tokens": new} for shape in shapes]
-    return [Plan(Decoding, jobs, config.rounds, spec, points, longest,
+    points: list[tuple[Json, Json]] = []
+    for B, P, kv, constraint in itertools.product(sizes, prompts, caches, config.constraint):
+        point = {"B": B, "P": P, "cache": kv, "constraint": constraint, "new_tokens": new}
+        phase = graphs.decode_phase(kv, captured=bench.cuda)
+        points.append((point, bench.layer | phase))
+    plain = {"dropout": 0.0, "gradient_checkpointing": False, "optimizer": "adamw"}
+    longest = dict.fromkeys(bench.slow if bench.cuda else (), 0)
+    return [Plan(Decoding, rivals.candidates(bench, **plain), config.rounds, points, longest,
                  one_process=config.compile is True)]  # fmt: skip
 
 
@@ -91,54 +89,43 @@ MODE = tables.Mode(
 
 
 class Decoding:
-    keeps_memory = True  # rounds have no warm-up
+    def __init__(self, who: Candidate) -> None:
+        self.who, self.device = who, who.device
+        who.for_decoding()
 
-    def __init__(self, job: Job) -> None:
-        plain = {"gradient_checkpointing": False, "compile": False, "optimizer": "adamw"}
-        self.job = job.but(dropout=0.0, **plain)
-        self.who = job.kind(self.job)
-        self.who.compile = job.config.compile is True
-        self.who.for_decoding()
-        self.about = {"dtype": job.dtype}
-
-    def write(self, request: Json, B: int = 0, new: int = 0) -> Times:
-        """Continue B prompts by `new` tokens; 0: as requested."""
-        B = B or request["batch_size"] or request["B"]
-        draw = torch.Generator().manual_seed(request["P"])
-        prompt = torch.randint(self.job.vocab_size, (B, request["P"]), generator=draw)
-        how = constrained(request["constraint"], self.job.vocab_size)
-        new = new or request["new_tokens"]
-        return self.who.write(prompt.to(self.job.device), new, request["cache"], **how)
+    def write(self, request: Json) -> Times:
+        """Continue B prompts by new_tokens."""
+        V, draw = self.who.bench.vocab_size, torch.Generator().manual_seed(request["P"])
+        prompt = torch.randint(V, (request["B"], request["P"]), generator=draw).to(self.device)
+        how = constrained(request["constraint"], V)
+        return self.who.write(prompt, request["new_tokens"], request["cache"], **how)
 
     def largest(self, request: Json) -> Json:
-        fits = partial(self.write, request)
-        return {"batch_size": machine.largest(fits, self.job.device, MOST)}
+        most = machine.largest(lambda n: self.write(request | {"B": n}), self.device, MOST)
+        return {"batch_size": most}
 
     def warm_up(self, request: Json) -> Json:
-        who, cache, device = self.who, request["cache"], self.job.device
+        who, cache = self.who, request["cache"]
         # Before the text: later plans recompile its graphs. Transformers' are known after it.
-        evidence = who.evidence(cache) if not self.job.hf and who.chosen(cache) else None
-        machine.reset_peak(device)
+        chosen = who.chosen(cache) if not who.bench.hf else []
+        machine.reset_peak(self.device)
         self.write(request)
-        answer: Json = {"peak_bytes": machine.memory(device)}
-        if self.job.hf and who.chosen(cache):
-            evidence = who.evidence(cache)
-        if evidence is None:  # by the profiler
-            ran = parts.kernels_of(lambda: self.write(request, new=2), device)
-            evidence = {"kernels": ran["kernels"], "proof": None}
-        return answer | evidence
+        answer = {"peak_bytes": machine.memory(self.device)}
+        if chosen := chosen or who.chosen(cache):
+            return answer | who.evidence(chosen)
+        ran = parts.kernels_of(lambda: self.write(request | {"new_tokens": 2}), self.device)
+        return answer | {"kernels": ran["kernels"], "proof": None}
 
     def round(self, request: Json) -> Json:
-        synchronize(self.job.device)
+        synchronize(self.device)
         start = time.perf_counter()
         first, last, cache_bytes = self.write(request)
         new, as_int8 = request["new_tokens"], int8.parameters(self.who.model)
-        shape = {"B": request["batch_size"] or request["B"], "P": request["P"], "new_tokens": new}
+        shape = {name: request[name] for name in ("B", "P", "new_tokens")}
         shape |= {"parameters": self.who.parameters}
         shape |= {"int8_parameters": as_int8} if as_int8 else {}
-        ms = (last - first) / (new - 1) * 1e3
-        first_ms = (first - start) * 1e3
-        return {"first_ms": first_ms, "ms": ms, "cache_bytes": cache_bytes, "shape": shape}
+        times = {"first_ms": (first - start) * 1e3, "ms": (last - first) / (new - 1) * 1e3}
+        return {**times, "cache_bytes": cache_bytes, "shape": shape}
 
 
 @cache

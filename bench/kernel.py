@@ -26,9 +26,8 @@ from attention.machine.timing import Clock, Stamp, time_call
 from attention.select import select
 from attention.spec import Spec
 from attention.truth import Inputs, truth
-from bench import Json, machine, parts, tables
-from bench.candidates import Job
-from bench.job import LONGEST, Bench, Plan
+from bench import Json, machine, parts, rivals, tables
+from bench.candidates import LONGEST, Bench, Candidate, Plan
 from bench.tables import Row
 from core.flops import Peak, mean_keys
 
@@ -39,11 +38,11 @@ MOST_CALLS = 1000
 
 
 def plans(bench: Bench, points: Sequence[Json] = ()) -> list[Plan]:
-    jobs = {name: bench.job(name) for name in bench.candidates()}
     longest = {n: LONGEST[n] for n in (bench.slow if bench.config.lengths else LONGEST)}
     skip = partial(too_long, bench.config.slowest_step)
-    points = points or grid(bench)
-    return [Plan(Kernels, jobs, bench.config.rounds, spec_of, points, longest, skip)]
+    specs = [(point, spec_of(point)) for point in points or grid(bench)]
+    who = rivals.candidates(bench)
+    return [Plan(Kernels, who, bench.config.rounds, specs, longest, skip)]
 
 
 def spec_of(point: Json) -> Json:
@@ -110,20 +109,19 @@ MODE = tables.Mode(
 
 
 class Kernels:
-    def __init__(self, job: Job) -> None:
-        self.job, self.device, self.clock = job, job.device, Clock(job.device)
-        self.about = {"dtype": job.dtype}
+    def __init__(self, who: Candidate) -> None:
+        self.who, self.device, self.clock = who, who.device, Clock(who.device)
         self.kernels: dict[Spec, Json] = {}
 
     def prepare(self, request: Json) -> tuple[Call, Inputs, Spec, Resolution]:
-        job, B, T = self.job, request["B"], request["T"]
-        spec = Spec(**spec_of(request), dtype=job.dtype)
-        chosen = select(job.name, spec, self.device, job.config.policy)
+        who, B, T = self.who, request["B"], request["T"]
+        spec = Spec(**spec_of(request), dtype=who.dtype)
+        chosen = select(who.name, spec, self.device, who.config.policy)
         backend = chosen.backend  # perhaps a prebuilt one
-        draw = torch.Generator(self.device).manual_seed(job.config.seed)
+        draw = torch.Generator(self.device).manual_seed(who.config.seed)
         how: Json = {"generator": draw, "device": self.device}
         heads = (spec.n_head, spec.n_kv_head, spec.n_kv_head, spec.n_head)
-        made = (torch.randn(B, T, h, spec.head_dim, **how).to(job.setup.dtype) for h in heads)
+        made = (torch.randn(B, T, h, spec.head_dim, **how).to(who.setup.dtype) for h in heads)
         q, k, v, dout = made
         for t in (q, k, v):
             t.requires_grad_()
@@ -160,7 +158,7 @@ class Kernels:
         call, inputs, *_ = self.prepare(request)
         call([])
         took = time_call(lambda: call([]), self.device)
-        seconds = self.job.settings.seconds / 5
+        seconds = self.who.bench.config.seconds / 5
         calls = min(max(round(seconds / max(took, 1e-6)), 1), MOST_CALLS)
         stamps: list[Stamp] = []
         clock, start = self.clock, self.clock.start()

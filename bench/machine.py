@@ -11,17 +11,20 @@ import re
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
 
 import torch
 
+import attention
+from attention import Spec
 from attention.machine.system import cpu_name
 from attention.machine.timing import Clock
+from attention.spec import Machine
 from bench import Json
-from bench.candidates import Job
-from bench.settings import Decode, Qualify
+from bench.candidates import Candidate
 from core import flops
 from core.runtime import OUT_OF_MEMORY, describe, peak_memory
 from core.settings import first_line
@@ -96,6 +99,28 @@ def reason(error: Exception) -> str:
     return str(error).partition(" cannot run here. ")[2].partition(": ")[2] or str(error)
 
 
+def refusal(who: Candidate, point: Json, spec: Json,
+            longest: int | None) -> tuple[str, str] | None:  # fmt: skip
+    """Status and reason of a row, if a process could only refuse."""
+    bench, name, T = who.bench, who.name, point.get("T", who.config.block_size)
+    if why := bench.left_out.get(name):
+        return "unavailable", why
+    m, here = bench.machine, Machine.here("cpu")
+    if m["kind"] != "cpu":
+        capability = tuple(m["capability"] or ()) or None
+        here = replace(here, device=m["kind"], name=m["name"], capability=capability)
+    try:
+        if name in bench.backends:
+            attention.resolve(name, Spec(**{"dtype": m["dtype"], **spec}), here, who.config.policy)
+    except attention.BackendUnavailable as e:
+        return "unavailable", reason(e)
+    if longest is not None and longest < T:
+        beyond = f" beyond {longest:,} tokens" if longest else ""
+        also = ", and --lengths" if bench.mode == "kernel" else ""
+        return "skipped", f"left out{beyond}: name it in --backends{also}"
+    return None
+
+
 def largest(run: Callable[[int], object], device: torch.device, most: int) -> int:
     """Largest n, to an eighth, for which run(n) fits into memory."""
     good, bad = 0, most + 1
@@ -129,46 +154,46 @@ def bandwidth(device: torch.device, limit: int | None) -> float:
     return best
 
 
-class Description:
+def about(job: Candidate) -> Json:
     """This machine, and the rates that the mode needs: each takes seconds."""
-
-    def __init__(self, job: Job) -> None:
-        device, config, cpu = job.device, job.settings, cpu_name() or platform.machine()
-        dtype, cuda, driver, packages = job.dtype, None, None, {}
-        for package in PACKAGES:
-            with suppress(metadata.PackageNotFoundError):
-                packages[package] = metadata.version(package)
-        if device.type == "cuda":
-            cuda = torch.cuda.get_device_properties(device)
-            with suppress(OSError):
-                text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
-                driver = re.search(r"NVRM version:.*?\s(\d+\.[\d.]+)\s", text)
-        self.about: Json = {
-            "kind": device.type, "name": cuda.name if cuda else cpu, "cpu": cpu,
-            "about": describe(device), "threads": torch.get_num_threads(), "packages": packages,
-            "python": platform.python_version(), "dtype": dtype,
-            "system": f"{platform.system()} {platform.release()}",
-            "capability": [cuda.major, cuda.minor] if cuda else None,
-            "driver": driver and driver[1], "cuda": torch.version.cuda,
-            "cudnn": torch.backends.cudnn.version() if cuda else None,
-            # Before the rates, whose memory PyTorch keeps.
-            "free_memory": free_memory(device), "busy": busy(device),
-        }  # fmt: skip
-        peak, rate, source, products = flops.Peak(0, "not measured"), None, "not measured", None
-        if not isinstance(config, Decode):
-            peak = flops.peak(device, dtype, config.peak_tflops)
-            if cuda and (isinstance(config, Qualify) or getattr(config, "profile", False)):
-                products = flops.measured_tflops(device, getattr(torch, dtype))
-        if given := getattr(config, "bandwidth_gbs", None):
-            rate, source = given * 1e9, "--bandwidth_gbs"
-        elif isinstance(config, Decode | Qualify) or getattr(config, "profile", False):
-            measure = partial(bandwidth, device, job.memory_limit)
-            what, again = "bytes/s of copies and reads", config.peak_tflops == "measure"
-            rate, when = flops.kept_rate(what, device, measure, again)
-            source = f"{when}: copies and reads in {LARGEST_COPY / 1e9:.2g} GB"
-        self.about |= {"peak_tflops": peak.tflops or None, "peak_source": peak.source}
-        self.about |= {"products_tflops": products, "bandwidth": rate, "bandwidth_source": source}
-        reset_peak(device)
+    device, config, mode = job.device, job.bench.config, job.bench.mode
+    cuda, driver, packages, cpu = None, None, {}, cpu_name() or platform.machine()
+    for package in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            packages[package] = metadata.version(package)
+    if job.bench.cuda:
+        cuda = torch.cuda.get_device_properties(device)
+        with suppress(OSError):
+            text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
+            driver = re.search(r"NVRM version:.*?\s(\d+\.[\d.]+)\s", text)
+    found: Json = {
+        "kind": device.type, "name": cuda.name if cuda else cpu, "cpu": cpu,
+        "about": describe(device), "threads": torch.get_num_threads(), "packages": packages,
+        "python": platform.python_version(), "dtype": job.dtype,
+        "system": f"{platform.system()} {platform.release()}",
+        "capability": [cuda.major, cuda.minor] if cuda else None,
+        "driver": driver and driver[1], "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version() if cuda else None,
+        # Before the rates, whose memory PyTorch keeps.
+        "free_memory": free_memory(device), "busy": busy(device),
+    }  # fmt: skip
+    peak, rate, source, products = flops.Peak(0, "not measured"), None, "not measured", None
+    every = mode == "qualify" or getattr(config, "profile", False)
+    if mode != "decode":
+        peak = flops.peak(device, job.dtype, job.config.peak_tflops)
+        if cuda and every:
+            products = flops.measured_tflops(device, job.setup.dtype)
+    if given := getattr(config, "bandwidth_gbs", None):
+        rate, source = given * 1e9, "--bandwidth_gbs"
+    elif every or mode == "decode":
+        measure = partial(bandwidth, device, job.bench.machine["memory_limit"])
+        what, again = "bytes/s of copies and reads", job.config.peak_tflops == "measure"
+        rate, when = flops.kept_rate(what, device, measure, again)
+        source = f"{when}: copies and reads in {LARGEST_COPY / 1e9:.2g} GB"
+    found |= {"peak_tflops": peak.tflops or None, "peak_source": peak.source}
+    found |= {"products_tflops": products, "bandwidth": rate, "bandwidth_source": source}
+    reset_peak(device)
+    return found
 
 
 def busy(device: torch.device) -> list[str]:

@@ -70,7 +70,7 @@ def _(config: SimpleNamespace, T: int, causal: bool = False) -> float:
 
 
 def model_of(part: Json) -> Sizes:
-    """A record's GPTConfig, or the counted sizes of a transformers model (hf.py)."""
+    """A record's GPTConfig, or the counted sizes of a transformers model (rivals.py)."""
     if counted := part.get("hf", {}).get("counted"):
         layers = counted["layers"]
         sizes = {name: layers[0][name] for name in ("n_head", "head_dim")}

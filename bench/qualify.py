@@ -17,8 +17,7 @@ import data
 from attention.check import command as check
 from attention.spec import DTYPES, Machine
 from bench import ROOT, Json, kernel, record, report, rounds
-from bench.candidates import Job
-from bench.job import LONGEST, Bench
+from bench.candidates import LONGEST, Bench, Candidate, Ours
 from bench.settings import MODES
 from bench.workers import Failure, Stop, Worker
 from core.settings import UserError
@@ -98,9 +97,9 @@ def text(folder: Path) -> Json:
 class Proof:
     """Tests of `python -m attention check`; an error may break the process."""
 
-    def __init__(self, job: Job) -> None:
-        _ = job.setup  # sets PyTorch's switches
-        self.device, self.about = str(job.device), dict[str, str]()
+    def __init__(self, who: Candidate) -> None:
+        _ = who.setup  # sets PyTorch's switches
+        self.device = str(who.device)
         self.items = {(item.name, item.spec.dtype): item for item in check.items(DTYPES)}
 
     def judge(self, request: Json) -> Json:
@@ -128,7 +127,7 @@ def proof(bench: Bench, stop: Stop) -> Json:
             stop.watch(f"proof: {name}, {item['what']}, {item['dtype']}")
             try:
                 stop.check()
-                worker = worker or Worker(Proof, bench.job(), stop)
+                worker = worker or Worker(Proof, Ours(bench), stop)
                 answer = worker.ask("judge", {"backend": name, **item})
             except Failure as e:
                 if e.kind == "stopped":

@@ -1,21 +1,63 @@
-"""Candidates in turn, A B C A B C, each in its own process. Groups (of one, on CUDA three) start
-and have a first round; then all have the others: a drifting clock affects all alike."""
+"""What is here, then candidates in turn, A B C A B C, each in its own process. Groups (of one, on
+CUDA three) have a first round, then all have the others: a drifting clock affects all alike."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-from bench import Json, report, tables
-from bench.hf import Reference
-from bench.job import Bench, Plan
+import torch
+
+from bench import Json, machine, report, rivals, tables
+from bench.candidates import Bench, Ours, Plan, names
+from bench.settings import Measured, vocabulary
 from bench.tables import Row
 from bench.workers import Failure, Stop, Worker, once
+from core.settings import UserError
 
 SHOWN = 2  # rounds of a shown row
 TOGETHER = 3
 Save = Callable[[Json], object]
+
+
+def begin(mode: str, config: Measured, device: torch.device, stop: Stop) -> Bench:
+    rivals.named(getattr(config, "rival", ()))  # before minutes of work
+    backends, left_out = names(config, device.type)
+    vocab_size, source = vocabulary(config)
+    found: Json = {}
+    if model := getattr(config, "hf", None):
+        found = {"name": model, "config": rivals.read(model)}
+        vocab_size, source = found["config"]["vocab_size"], f"--hf={model}"
+    if mode != "kernel":
+        stop.tell(f"vocabulary: {vocab_size:,} ({source})")
+    limit = None
+    if device.type == "cpu":
+        free = 0.7 * machine.free_memory(device)
+        limit = int(1e9 * config.memory_gb if config.memory_gb else free)
+    elif config.memory_gb:
+        raise UserError(f"--memory_gb limits processes on the CPU, got --device={device}")
+    here = {"memory_limit": limit}
+    bench = Bench(mode, config, device, backends, left_out, vocab_size, found, here)
+    about = once(machine.about, Ours(bench), stop)
+    bench = replace(bench, machine={**about, "memory_limit": limit or about["free_memory"]})
+    reference: Json = {}
+    if model:
+        counts = mode == "train" and not bench.auto
+        batch = config.batch_size * config.gradient_accumulation_steps if counts else 1
+        try:
+            reference = once(rivals.reference, Ours(bench, batch_size=batch), stop)
+        except Failure as e:
+            if e.kind == "stopped":
+                raise
+            raise UserError(f"--hf={model}: {e}") from None
+        found |= {"counted": reference.pop("counted")}
+    if mode == "train" and bench.auto:
+        reference = {k: n for k, n in reference.items() if k == "flops_per_token"}
+        reference["why"] = "each backend has a batch of its own (--batch_size=auto)"
+    return replace(bench, hf=found, reference=reference)
 
 
 def key(row: Row) -> str:
@@ -27,22 +69,22 @@ class Turns:
 
     def __init__(self, bench: Bench, stop: Stop, save: Save | None) -> None:
         self.bench, self.stop, self.save = bench, stop, save
-        self.began, self.reference = time.perf_counter(), bench.reference
+        self.began = time.perf_counter()
         self.rows: dict[str, Row] = {}
+        self.refused: dict[str, tuple[str, str] | None] = {}
         self.ended: set[str] = set()
         self.workers: dict[str, Worker] = {}
-        self.peak = 0  # bytes of the largest process
         self.crowded = False  # sleeping processes do not fit into memory
-        self.fresh = False  # every round had a new process
         self.took: dict[bool, float] = {}  # longest seconds of a group, by: new?
-        self.again: list[Row] | None = None  # for each other's memory; None: alone
+        self.together = False  # several warm up: memory may do for one alone
 
     def run(self, plan: Plan) -> None:
-        self.plan = plan
-        none: Json = {"mode": self.bench.mode, "status": "stopped"}
-        none |= {"why": ["no round was measured"], "rounds": []}
-        made = [{**none, "backend": name, "point": p} for p in plan.points for name in plan.jobs]
-        rows = [self.rows.setdefault(key(row), row) for row in made]
+        self.plan, rows = plan, []
+        for (point, spec), who in itertools.product(plan.points, plan.candidates.values()):
+            row = {"mode": self.bench.mode, "backend": who.name, "point": point}
+            row |= {"status": "stopped", "why": ["no round was measured"], "rounds": []}
+            rows.append(self.rows.setdefault(key(row), row))
+            self.refused[key(row)] = machine.refusal(who, point, spec, plan.longest.get(who.name))
         done = max((len(row["rounds"]) for row in rows), default=0)
         self.target = done + plan.rounds
         first = done + min(plan.rounds, SHOWN if self.stop.left < math.inf else 1)
@@ -76,8 +118,54 @@ class Turns:
                 self.save(self.content("the run had not ended"))
 
     def is_warm(self, row: Row) -> bool:
-        worker, name = self.workers.get(row["backend"]), key(row)
-        return worker is not None and name in worker.warm and name not in self.ended
+        worker = self.workers.get(row["backend"])
+        return worker is not None and key(row) in worker.warm
+
+    def attempt(self, do: Callable[[Row], None], row: Row) -> bool:
+        try:
+            if key(row) not in self.ended:
+                do(row)
+                return True
+        except Failure as e:
+            self.failed(row, e)
+        return False
+
+    def prepare(self, group: list[Row]) -> None:
+        """Start and warm up."""
+        started = [row for row in group if self.attempt(self.start, row)]
+        if self.bench.cuda:
+            self.refer()
+        self.together = len(started) > 1
+        for row in started:
+            self.attempt(self.finish, row)
+        self.together = False
+
+    def start(self, row: Row) -> None:
+        """Send the warm-up. Failure: not worth a process, or time is up."""
+        name, plan, stop, left = row["backend"], self.plan, self.stop, self.stop.left
+        stop.check(0.0 if row["rounds"] else math.inf)  # inf: for signals only
+        if not row["rounds"]:
+            if refused := self.refused[key(row)]:
+                raise Failure(*refused)
+            if why := plan.skip(row, [*self.rows.values()]):
+                raise Failure("skipped", why)
+            if left < (need := self.took.get(name not in self.workers, 0.0)):
+                took = f"it takes about {need:.0f} s" if need else stop.spent
+                raise Failure("stopped", f"{took}, and {max(left, 0):.0f} s were left")
+        stop.watch(f"warm-up: {key(row)}")
+        who = plan.candidates[name]
+        if self.bench.auto and "batch_size" not in row:  # by another process: memory fragments
+            row |= once(plan.work, who.but(compile=False), stop, "largest", self.request(row))
+        if name not in self.workers:
+            self.workers[name] = Worker(plan.work, who, stop)
+        self.workers[name].send("warm_up", self.request(row))
+
+    def finish(self, row: Row) -> None:
+        worker = self.workers[row["backend"]]
+        warm = self.seen(row, worker.receive())
+        worker.warm.add(key(row))
+        if "setup_s" not in row:
+            row |= {name: value for name, value in warm.items() if name != "peak_bytes"}
 
     def round(self, row: Row) -> None:
         self.stop.watch(f"round {len(row['rounds']) + 1}: {key(row)}")
@@ -91,118 +179,66 @@ class Turns:
             noisy = f", {found['spread']:.0%} apart: noisy" if found["noisy"] else ""
             self.stop.tell(f"{key(row)}: {found['ms']:.4g} ms ({n}{noisy})")
 
-    def make_room(self) -> None:
-        """End processes that do not fit; with one_process after all rounds."""
-        held = sum(worker.held_bytes for worker in self.workers.values()) + self.peak
-        self.crowded |= 0 < 0.9 * self.bench.machine["memory_limit"] < held
-        if not self.crowded:
-            return
-        self.fresh |= not self.plan.one_process
-        for row in self.rows.values() if self.plan.one_process else ():
-            while self.is_warm(row) and len(row["rounds"]) < self.target:
-                self.attempt(self.round, row)
-        self.drop(*self.workers)
-
-    def prepare(self, group: list[Row]) -> None:
-        """Start and warm up; rows that ran out of memory together again, one by one."""
-        started = [r for r in group if key(r) not in self.ended and self.attempt(self.start, r)]
-        if self.bench.cuda:
-            self.refer()
-        self.again = [] if len(started) > 1 else None
-        for row in started:
-            self.attempt(self.finish, row)
-        again, self.again = self.again, None
-        for row in again or ():
-            self.prepare([row])
-
-    def attempt(self, do: Callable[[Row], None], row: Row) -> bool:
-        try:
-            do(row)
-        except Failure as e:
-            self.failed(row, e)
-            return False
-        return True
-
-    def finish(self, row: Row) -> None:
-        worker = self.workers[row["backend"]]
-        warm = self.seen(row, worker.receive())
-        worker.warm.add(key(row))
-        if "setup_s" not in row:
-            row |= {name: value for name, value in warm.items() if name != "peak_bytes"}
-
-    def start(self, row: Row) -> None:
-        """Send the warm-up. Failure: not worth a process, or time is up."""
-        name, plan, stop, job = row["backend"], self.plan, self.stop, self.plan.jobs[row["backend"]]
-        stop.check(0.0 if row["rounds"] else math.inf)  # inf: for signals only
-        if not row["rounds"]:
-            self.bench.admit(name, plan.spec(row["point"]))
-            T = row["point"].get("T", job.config.block_size)
-            if (most := plan.longest.get(name, T)) < T:
-                beyond = f" beyond {most:,} tokens" if most else ""
-                also = ", and --lengths" if self.bench.mode == "kernel" else ""
-                raise Failure("skipped", f"left out{beyond}: name it in --backends{also}")
-            if why := plan.skip(row, [*self.rows.values()]):
-                raise Failure("skipped", why)
-            need = self.took.get(name not in self.workers, 0.0)
-            if stop.left < need:
-                took = f"it takes about {need:.0f} s" if need else stop.spent
-                raise Failure("stopped", f"{took}, and {max(stop.left, 0):.0f} s were left")
-        stop.watch(f"warm-up: {key(row)}")
-        if self.bench.auto and "batch_size" not in row:  # by another process: memory fragments
-            row |= once(plan.work, job.but(compile=False), stop, "largest", self.request(row))
-        if name not in self.workers:
-            self.workers[name] = Worker(plan.work, job, stop)
-        self.workers[name].send("warm_up", self.request(row))
-
     def request(self, row: Row) -> Json:
-        return {**row["point"], "batch_size": row.get("batch_size"), "first": not row["rounds"]}
-
-    def refer(self) -> None:
-        job = self.plan.reference
-        if job and not self.reference:
-            try:
-                of = {"why": job} if isinstance(job, str) else once(Reference, job, self.stop)
-                self.reference = of
-            except Failure as e:
-                self.reference = {"why": str(e)}
+        found = {"B": row["batch_size"]} if self.bench.auto and "batch_size" in row else {}
+        return row["point"] | found | {"first": not row["rounds"]}
 
     def seen(self, row: Row, answer: Json) -> Json:
         row |= answer.pop("about", {})
         if peak := answer.get("peak_bytes", 0):
             row["memory_bytes"] = max(row.get("memory_bytes", 0), peak)
-            self.peak = max(self.peak, peak)
         return answer
 
     def failed(self, row: Row, e: Failure) -> None:
-        """End a row, or try again: alone, or with --batch_size=auto a smaller batch."""
-        if e.kind == "died" or not e.built:
-            self.drop(row["backend"])
-        if "out of memory" in str(e) and self.again is not None:
-            self.drop(row["backend"])
-            return self.again.append(row)
+        """End a row; out of memory it waits for another turn, alone, or with a smaller batch."""
+        name, full = row["backend"], "out of memory" in str(e)
         n = row.get("batch_size", 1) if self.bench.auto and not row["rounds"] else 1
-        if n > 1 and "out of memory" in str(e):  # several steps need more than one
-            self.drop(row["backend"])
+        again = full and (self.together or n > 1)  # several steps need more than one
+        if e.kind == "died" or not e.built or again:
+            self.drop(name)
+        if n > 1 and again:
             row.pop("setup_s", None)
             row["batch_size"] = n * 3 // 4
-            return self.prepare([row])
-        name, rows = row["backend"], self.rows.values()
-        same = [r for r in rows if r["backend"] == name and not (e.built or r["rounds"])]
-        for its in (row, *same):
+        if again:
+            return
+        same = [r for r in self.rows.values() if r["backend"] == name and not r["rounds"]]
+        for its in (row, *(same if not e.built else ())):
             self.ended.add(key(its))
             if e.kind != "stopped" or not its["rounds"]:  # else its rounds so far count
                 its |= {"status": e.kind.replace("died", "failed"), "why": [str(e)], "rounds": []}
         if e.kind not in ("stopped", "unavailable"):
             self.stop.tell(f"{key(row)}: {e.kind}: {e}")
 
+    def make_room(self) -> None:
+        """End processes that do not fit; with one_process after all rounds."""
+        largest = max(row.get("memory_bytes", 0) for row in self.rows.values())
+        held = sum(worker.held_bytes for worker in self.workers.values()) + largest
+        self.crowded |= 0 < 0.9 * self.bench.machine["memory_limit"] < held
+        if not self.crowded:
+            return
+        for row in self.rows.values() if self.plan.one_process else ():
+            while self.is_warm(row) and len(row["rounds"]) < self.target:
+                if not self.attempt(self.round, row):
+                    break
+        self.drop(*self.workers)
+
     def drop(self, *names: str) -> None:
         for worker in (self.workers.pop(name) for name in names if name in self.workers):
             worker.close()
 
+    def refer(self) -> None:
+        if self.bench.reference or not self.plan.reference:
+            return
+        try:
+            found = once(rivals.reference, self.plan.reference, self.stop)
+        except Failure as e:
+            found = {"why": str(e)}
+        self.bench = replace(self.bench, reference=found)
+
     def content(self, why: str = "") -> Json:
         bench, rows = self.bench, [dict(row) for row in self.rows.values()]
-        known: Json = {**bench.part, "reference": self.reference, "fresh_rounds": self.fresh}
-        known |= {"seconds": time.perf_counter() - self.began, "rows": rows}
+        known, fresh = bench.part, self.crowded and not self.plan.one_process
+        known |= {"fresh_rounds": fresh, "seconds": time.perf_counter() - self.began, "rows": rows}
         why = report.incomplete(rows, bench.part, self.stop.why or why)
         return known | ({"complete": False, "incomplete": why} if why else {"complete": True})
 

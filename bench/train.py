@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
 
 from attention.machine.system import synchronize
 from attention.machine.timing import Clock, Stamp
-from bench import Json, candidates, machine, parts, tables
-from bench.candidates import Job
-from bench.job import LONGEST, Bench, Plan
+from bench import Json, machine, parts, rivals, tables
+from bench.candidates import LONGEST, Bench, Candidate, Mark, Ours, Plan
 from bench.tables import Row
 from core import flops, profile
 from core.runtime import keep_freed_memory
@@ -24,18 +22,18 @@ COMPILED = {**LONGEST, "sdpa_math": 512, "tiled": 256}  # minutes of compiling
 
 
 def plans(bench: Bench) -> list[Plan]:
-    config, micro = bench.config, bench.config.gradient_accumulation_steps
-    batch = 1 if bench.auto else config.batch_size
-    jobs = {name: bench.job(name, who, batch) for name, who in bench.candidates().items()}
-    why = "each backend has a batch of its own (--batch_size=auto)"
-    how = {**steps(bench), "reference": why if bench.auto else bench.job(batch_size=batch * micro)}
-    return [Plan(Training, jobs, config.rounds, one_process=bench.compiled, **how)]
+    config, batch = bench.config, 1 if bench.auto else bench.config.batch_size
+    whole = Ours(bench, batch_size=batch * config.gradient_accumulation_steps)
+    who = rivals.candidates(bench, batch_size=batch)
+    reference = None if bench.auto else whole
+    return [Plan(Training, who, config.rounds, reference=reference, **steps(bench))]
 
 
 def steps(bench: Bench) -> Json:
-    longest = COMPILED if bench.compiled else LONGEST
-    spec = {**bench.layer, "dropout": bench.model.dropout}
-    return {"spec": lambda point: spec, "longest": {name: longest[name] for name in bench.slow}}
+    compiled = bench.cuda if bench.config.compile is None else bench.config.compile
+    longest = {name: (COMPILED if compiled else LONGEST)[name] for name in bench.slow}
+    points: list[tuple[Json, Json]] = [({}, {**bench.layer, "dropout": bench.model.dropout})]
+    return {"points": points, "longest": longest, "one_process": compiled}
 
 
 def figures(row: Row, part: Json) -> Json:
@@ -73,26 +71,25 @@ MODE = tables.Mode(
 
 
 class Training:
-    def __init__(self, job: Job) -> None:
-        self.job, self.config = job, job.config
-        self.device, self.settings = job.device, job.settings
-        self.micro, self.compiled = job.config.gradient_accumulation_steps, bool(job.setup.compile)
-        self.clock, self.profiled = Clock(self.device), getattr(job.settings, "profile", False)
-        if self.device.type == "cpu" and job.kind is candidates.Ours:  # as train.py does
+    def __init__(self, who: Candidate) -> None:
+        self.who, self.device, self.settings = who, who.device, who.bench.config
+        self.micro, self.clock = who.config.gradient_accumulation_steps, Clock(who.device)
+        self.compiled = bool(who.setup.compile)
+        self.profiled = getattr(self.settings, "profile", False)
+        cpu, ours = self.device.type == "cpu", isinstance(who, Ours)
+        if cpu and ours:  # as train.py does
             keep_freed_memory()
-        if self.profiled and self.compiled and self.device.type == "cpu":
+        if cpu and self.profiled and self.compiled:
             profile.prepare(self.device)
-        self.who = job.kind(job)
-        self.who.for_training()
-        self.as_reference = job.kind is candidates.Ours or bool(job.hf)  # its weights
+        who.for_training()
+        self.as_reference = ours or bool(who.bench.hf)  # its weights
         self.step_ms = math.inf
-        self.about = {"compiled": self.compiled, "dtype": job.dtype}
 
-    def step(self, x: Tensor, y: Tensor, mark: candidates.Mark = lambda part: None) -> Tensor:
+    def step(self, x: Tensor, y: Tensor, mark: Mark = lambda part: None) -> Tensor:
         return self.who.step(x, y, self.micro, mark)
 
     def timed(self, batches: Sequence[tuple[Tensor, Tensor]]) -> tuple[Json, list[Tensor]]:
-        """Mean milliseconds of steps and parts, and losses."""
+        """Mean milliseconds of steps and parts, peak memory, and losses."""
         stamps: list[list[Stamp]] = []  # of a step: forward, backward, ..., update, end
         losses, steps, ms = [], len(batches), self.clock.ms
         start = self.clock.start()
@@ -108,22 +105,21 @@ class Training:
             spans = (ms(s[i], s[i + 1]) for s in stamps for i in places)
             answer[f"{name}_ms"] = sum(spans) / steps
         finite(losses[-1])
-        return answer, losses
+        return answer | {"peak_bytes": machine.memory(self.device)}, losses
 
     def round(self, request: Json) -> Json:
         self.step(*self.batch)  # memory was freed, and a GPU's clock may be low
         steps = max(1, round(1e3 * self.settings.seconds / self.step_ms))
         answer, _ = self.timed([self.batch] * steps)
         self.step_ms = min(self.step_ms, answer["ms"])  # others warmed up at the same time
-        answer["peak_bytes"] = machine.memory(self.device)
         if self.profiled and request["first"]:
             answer["about"] = {"profile": self.profile(answer["ms"])}
         return answer
 
     def warm_up(self, request: Json) -> Json:
-        n = request["batch_size"] or self.config.batch_size
-        self.batch = self.job.random_tokens(n * self.micro)
-        answer: Json = {"batch_size": n}
+        n = request.get("B", self.who.config.batch_size)
+        self.batch = self.who.random_tokens(n * self.micro)
+        answer: Json = {"compiled": self.compiled, "batch_size": n}
         began = time.perf_counter()
 
         def look(part: str) -> None:
@@ -136,16 +132,16 @@ class Training:
         answer |= {"loss": loss} if self.as_reference else {}
         answer["first_step_s"] = time.perf_counter() - began
         machine.reset_peak(self.device)
-        warm_up_steps = 1 + self.settings.warm_up_steps
-        self.step_ms = self.timed([self.batch] * warm_up_steps)[0]["ms"]
-        answer["peak_bytes"] = machine.memory(self.device)
+        found, _ = self.timed([self.batch] * (1 + self.settings.warm_up_steps))
+        self.step_ms = found["ms"]
         ran = parts.kernels_of(lambda: self.step(*self.batch), self.device)
         machine.reset_peak(self.device)
-        return {**self.who.evidence(), **answer, **ran}
+        chosen = self.who.evidence(self.who.chosen())
+        return {**chosen, **answer, **ran, "peak_bytes": found["peak_bytes"]}
 
     def largest(self, request: Json) -> Json:
         def fits(n: int) -> None:
-            self.who.step(*self.job.random_tokens(n), 1, lambda part: None)
+            self.who.step(*self.who.random_tokens(n), 1, lambda part: None)
             synchronize(self.device)
 
         return {"batch_size": machine.largest(fits, self.device, MOST)}
@@ -159,7 +155,7 @@ class Training:
         machine.reset_peak(self.device)
         if not found.busy_ms:
             return {"why": "the profiler saw no kernel: CUPTI does not work here"}
-        row: dict[str, Any] = found.row()
+        row: Json = found.row()
         if self.device.type == "cuda":
             row["classes"]["gaps"] = max(0.0, plain_ms - found.busy_ms)
         return {**row, "steps": PROFILED_STEPS, "plain_ms": plain_ms}

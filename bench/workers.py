@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
@@ -25,13 +26,14 @@ import torch
 
 from attention import BackendUnavailable
 from bench import Json, machine
-from bench.candidates import Job
+from bench.candidates import Candidate
 from core.runtime import StopSignal
 from core.settings import UserError
 
 GRACE = 20.0  # seconds of a round after the deadline
 LOOK = 0.2  # seconds between checks for signals
 SPAWN = multiprocessing.get_context("spawn")
+Work = Callable[[Candidate], Any]  # its result answers the requests, or is the only answer
 
 
 @dataclass(eq=False)
@@ -84,15 +86,13 @@ class Stop:
 
 
 class Worker:
-    """A process of `work`, a class of jobs with `device` and `about`."""
-
-    def __init__(self, work: type[Any], job: Job, stop: Stop) -> None:
+    def __init__(self, work: Work, who: Candidate, stop: Stop) -> None:
         stop.check()
-        self.timeout, self.stop, self.held_bytes = job.settings.timeout, stop, 0
+        self.timeout, self.stop, self.held_bytes = who.bench.config.timeout, stop, 0
         self.warm: set[str] = set()  # rows
         self.errors = tempfile.NamedTemporaryFile()  # noqa: SIM115
         self.pipe, theirs = SPAWN.Pipe()
-        how = (theirs, work, job, self.errors.name, time.time())
+        how = (theirs, work, who, self.errors.name, time.time())
         self.process = SPAWN.Process(target=serve, args=how)
         # Python warns of killed compilers' semaphores.
         os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")
@@ -139,8 +139,7 @@ class Worker:
         code = self.process.exitcode or 0
         last = self.errors.read().decode(errors="replace").strip().rpartition("\n")[2]
         how = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
-        if code == -signal.SIGKILL:
-            how += ", as Linux does when memory runs out"
+        how += ", as Linux does when memory runs out" if code == -signal.SIGKILL else ""
         return f"its process died ({how}){': ' if last else ''}{last}"
 
     def close(self) -> None:
@@ -152,50 +151,51 @@ class Worker:
         self.errors.close()
 
 
-def once(work: type[Any], job: Job, stop: Stop, call: str = "", request: Any = None) -> Json:
-    with closing(Worker(work, job, stop)) as worker:
+def once(work: Work, who: Candidate, stop: Stop, call: str = "", request: Any = None) -> Json:
+    with closing(Worker(work, who, stop)) as worker:
         return worker.ask(call, request)
 
 
 # --- in the worker ---
 
 
-def serve(pipe: Connection, work: type[Any], job: Job, errors: str, sent_at: float) -> None:
+def serve(pipe: Connection, work: Work, who: Candidate, errors: str, sent_at: float) -> None:
     os.setsid()
     log = os.open(errors, os.O_WRONLY | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
     warnings.simplefilter("ignore")
     threading.Thread(target=end_with_parent, daemon=True).start()
-    if job.memory_limit and sys.platform == "linux":  # fail here, before Linux kills some process
-        resource.setrlimit(resource.RLIMIT_DATA, (job.memory_limit,) * 2)
-    if job.device.index is not None:
-        torch.cuda.set_device(job.device)
-    torch.manual_seed(job.config.seed)
-    candidate: Any = None
+    limit, device = who.bench.machine["memory_limit"], who.device
+    if limit and device.type == "cpu" and sys.platform == "linux":
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))  # else Linux kills some process
+    if device.index is not None:
+        torch.cuda.set_device(device)
+    torch.manual_seed(who.config.seed)
+    built: Any = None
     while True:
         try:
             call, request = pipe.recv()
         except EOFError:
             os.killpg(0, signal.SIGKILL)
         try:
-            if candidate is None:
-                candidate = work(job)
+            if built is None:
+                built = work(who)
                 setup_s = time.time() - sent_at
             began = time.perf_counter()
-            answer: Any = getattr(candidate, call)(request) if call else candidate.about
+            answer: Any = getattr(built, call)(request) if call else built
             if call == "warm_up":
-                warm_up_s = time.perf_counter() - began
-                answer = {**candidate.about, **answer, "setup_s": setup_s, "warm_up_s": warm_up_s}
-            keep = getattr(candidate, "keeps_memory", False)
-            answer["held_bytes"] = machine.empty_cache(job.device, keep)
+                took = {"setup_s": setup_s, "warm_up_s": time.perf_counter() - began}
+                answer = {"dtype": who.dtype, **answer, **took}
+            keep = who.bench.mode == "decode"  # its rounds have no warm-up
+            answer["held_bytes"] = machine.empty_cache(device, keep)
             json.dumps(answer, allow_nan=False)  # it becomes a row
         except (BackendUnavailable, UserError, ImportError) as e:
-            answer = Failure("unavailable", machine.reason(e), candidate is not None)
+            answer = Failure("unavailable", machine.reason(e), built is not None)
         except Exception as e:
-            answer = Failure("failed", machine.failure(e), candidate is not None)
+            answer = Failure("failed", machine.failure(e), built is not None)
             try:
-                machine.reset_peak(job.device)
+                machine.reset_peak(device)
             except Exception:  # CUDA is unusable now
                 answer.kind = "died"
         pipe.send(answer)

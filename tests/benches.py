@@ -21,7 +21,6 @@ HOW = {
     "train": ["--rounds=2", "--seconds=0.01", "--warm_up_steps=1"],
     "kernel": ["--rounds=2", "--seconds=0.01"],
     "decode": ["--rounds=2", "--bandwidth_gbs=8"],
-    "converge": [],
     "qualify": ["--rounds=2", "--warm_up_steps=1", "--bandwidth_gbs=8"],
 }
 MODEL = GPTConfig(32, 64, 2, 2, 32, bias=False)  # of small()
@@ -33,7 +32,8 @@ def small(mode: str, own: bool = True) -> list[str]:
     sizes += ["--peak_tflops=0.5"] * (mode != "decode")
     sizes += ["--block_size=32"] * (mode != "kernel")
     sizes += ["--n_layer=2", "--vocab_size=64"] * (own and mode != "kernel")
-    return [mode, *sizes, *["--batch_size=4"] * (mode not in ("kernel", "decode")), *HOW[mode]]
+    sizes += ["--batch_size=4"] * (mode not in ("kernel", "decode"))
+    return [mode, *sizes, *HOW.get(mode, [])]
 
 
 def run(argv: list[str]) -> tuple[int, str]:
@@ -78,11 +78,10 @@ BACKEND = Backend({name!r}, "a test's", attend, (caps,), fallback=None)
 
 
 def kernel(folder: Path, name: str, does: str = "pass", caps: str = "") -> str:
-    """Write NAME.py, return its path. It logs its name and process at each call of more than two
-    sequences."""
-    log, path = str(folder / "log.txt"), folder / f"{name}.py"
-    path.write_text(KERNEL.format(name=name, does=does, caps=caps, log=log), encoding="utf-8")
-    return str(path)
+    """Write NAME.py, which logs its name and process at each call of more than two sequences."""
+    text = KERNEL.format(name=name, does=does, caps=caps, log=str(folder / "log.txt"))
+    (folder / f"{name}.py").write_text(text, encoding="utf-8")
+    return str(folder / f"{name}.py")
 
 
 def write_tokens(folder: Path) -> Path:
@@ -98,25 +97,23 @@ RIVAL = '''
 from types import SimpleNamespace as GPTConfig
 import torch
 import torch.nn.functional as F
-
 class GPT(torch.nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.config = config
         self.wte = torch.nn.Embedding(config.vocab_size, config.n_embd)
         self.wpe = torch.nn.Embedding(config.block_size, config.n_embd)
     def forward(self, idx, targets=None):
         logits = self.wte(idx) @ self.wte.weight.T
         if targets is None:
             return logits[:, [-1]], None
-        return logits, F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1))
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
     def configure_optimizers(self, weight_decay, lr, betas, device_type):
         print("a line on stdout, which belongs to nobody")
         return torch.optim.AdamW(self.parameters(), lr, betas, weight_decay=weight_decay)
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
         for _ in range(max_new_tokens):
-            probs = F.softmax(self(idx)[0][:, -1] / temperature, dim=-1)
+            probs = F.softmax(self(idx)[0][:, -1], dim=-1)
             idx = torch.cat((idx, torch.multinomial(probs, 1)), dim=1)
         return idx
 '''
