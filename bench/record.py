@@ -165,9 +165,9 @@ def of_row(row: Row, again: Row, part: Json) -> Iterator[str]:
     rounds = 0 if (mode, status) == ("converge", "stopped") else len(row.get("rounds", ()))
     if status not in (STATUSES[:1] if rounds else STATUSES):
         yield f"its status is {status!r}, and it has {rounds} rounds"
+    expected = report.MODES[mode].rounds(settings)
     if status != "ok":
         return
-    expected = report.MODES[mode].rounds(settings)
     if rounds < expected and part.get("complete", True) and not old:
         yield f"it has {rounds} of {expected} rounds"
     own, paths = {"dtype": part["machine"]["dtype"]}, mode == "converge" and settings.get("paths")

@@ -27,6 +27,8 @@ from core.flops import flops_per_token
 from core.gpus import datasheet_tflops
 
 Content = dict[str, Any]
+Made = dict[str, Content]
+Lie = Callable[[Content], Any]
 MODES = {  # a record of each
     "train": ["--backends=eager,sdpa,sdpa_cudnn", "--rounds=3", "--profile",
               "--bandwidth_gbs=8", "--gradient_accumulation_steps=3"],
@@ -42,12 +44,8 @@ SHOWN: dict[str, str] = {}  # what the runs print
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tokens(tmp_path_factory.mktemp("data"))
-
-
-@pytest.fixture(scope="module")
-def made(folder: Path) -> dict[str, Content]:
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    folder = write_tokens(tmp_path_factory.mktemp("data"))
     more = {"train": [rival(folder), "--record=tiny", f"--records_dir={folder}"],
             "converge": [f"--data_dir={folder}"]}
     for mode, argv in MODES.items():
@@ -83,7 +81,7 @@ def on_a_gpu(content: Content) -> Content:
 # --- rows ---
 
 
-def test_a_row_has_the_median_of_its_rounds_and_is_accepted(made: dict[str, Content]) -> None:
+def test_a_row_has_the_median_of_its_rounds_and_is_accepted(made: Made) -> None:
     for mode, content in made.items():
         assert verify(content) == verify(sealed(content)) == [], mode
         for r in (r for r in content["rows"] if "rounds" in r):
@@ -95,7 +93,7 @@ def test_a_row_has_the_median_of_its_rounds_and_is_accepted(made: dict[str, Cont
     assert verify(on_a_gpu(made["kernel"])) == []
 
 
-def test_train_gives_a_row_for_every_backend_and_rival(made: dict[str, Content]) -> None:
+def test_train_gives_a_row_for_every_backend_and_rival(made: Made) -> None:
     table, tokens = by_backend(made["train"]), 3 * 4 * 32
     assert list(table) == ["manual", "nanogpt", "sdpa", "sdpa_cudnn"]
     per_token = [flops_per_token(MODEL, 32, causal) for causal in (False, True)]
@@ -120,7 +118,7 @@ def test_train_gives_a_row_for_every_backend_and_rival(made: dict[str, Content])
     assert per_token[0] == pytest.approx(counted + 6 * gains, rel=1e-12)
 
 
-def test_a_profile_is_beside_the_rooflines_of_its_step(made: dict[str, Content]) -> None:
+def test_a_profile_is_beside_the_rooflines_of_its_step(made: Made) -> None:
     """The formulas of docs/PLAN.md: 12 sequences of 32 in 3 micro-batches, 2 layers, 2 heads of
     16; 0.5 TFLOP/s, 8 GB/s."""
     found = row(made["train"], "sdpa")["profile"]
@@ -150,7 +148,7 @@ def test_a_profile_is_beside_the_rooflines_of_its_step(made: dict[str, Content])
     assert max(len(cell) for line in shown for cell in line) < 80
 
 
-def test_kernel_times_attention_alone_at_every_point(made: dict[str, Content]) -> None:
+def test_kernel_times_attention_alone_at_every_point(made: Made) -> None:
     rows = made["kernel"]["rows"]
     points = {(r["point"]["B"], r["point"]["T"]) for r in rows}
     assert points == {(2, 16), (2, 40)} and len(rows) == 4
@@ -162,27 +160,23 @@ def test_kernel_times_attention_alone_at_every_point(made: dict[str, Content]) -
         assert holds(r, tflops_causal=causal, tflops_full=rate * T * T, share=causal / 0.5)
 
 
-def reads(size: int, of_products: int, B: int, P: int = 5, new: int = 4) -> float:
-    """Bytes of a step: weights, norm gains, keys and values of a mean text; one KV head of two."""
-    C, L, V = 32, 2, 64
-    products = V * C + L * ((C + C) * C + C * C + 8 * C * C)
-    gains = C + L * 2 * C
-    return products * of_products + gains * size + B * (P + new / 2) * 2 * L * (C // 2) * size
-
-
-def test_decode_runs_over_caches_and_constraints(made: dict[str, Content]) -> None:
+def test_decode_runs_over_caches_and_constraints(made: Made) -> None:
+    """A step reads weights, norm gains, keys and values of a mean text; one KV head of two."""
+    C, L, V, B, context = 32, 2, 64, 2, 5 + 4 / 2
+    weights = V * C + L * ((C + C) * C + C * C + 8 * C * C) + C + L * 2 * C
+    read = 4 * (weights + B * context * 2 * L * C // 2)
     rows = made["decode"]["rows"]
     kinds = {(r["point"]["cache"], r["point"]["constraint"]) for r in rows}
     assert len(kinds) == len(rows) == 4
     assert sum("Fastest" in text for text in made["decode"]["answers"]) == 2  # equals compete
     for r in rows:
-        assert r["status"] == "ok" and (r["point"]["P"], r["point"]["B"]) == (5, 2)
+        assert r["status"] == "ok" and (r["point"]["P"], r["point"]["B"]) == (5, B)
         s = r["ms"] / 1e3
-        assert r["first_ms"] > 0 and holds(r, tokens_per_s=2 / s, mbu=reads(4, 4, 2) / s / 8e9)
+        assert r["first_ms"] > 0 and holds(r, tokens_per_s=B / s, mbu=read / s / 8e9)
         assert (r["cache_bytes"] > 0) == (r["point"]["cache"] == "dynamic")
 
 
-def test_converge_ends_where_the_baseline_ends(made: dict[str, Content]) -> None:
+def test_converge_ends_where_the_baseline_ends(made: Made) -> None:
     table = by_backend(made["converge"])
     base = table["manual"]
     assert {n: r["verdict"] for n, r in table.items()} == {"manual": "baseline", "sdpa": "ok"}
@@ -193,19 +187,17 @@ def test_converge_ends_where_the_baseline_ends(made: dict[str, Content]) -> None
         assert holds(r, difference=off, time_saved=saved)
 
 
-def test_a_record_is_complete_and_a_second_leaves_it(made: dict[str, Content], folder) -> None:
-    (path,) = folder.glob("*_cpu_tiny")
+def test_a_record_is_complete_and_a_second_leaves_it(made: Made) -> None:
+    path = Path(SHOWN["train"].partition("record: ")[2].partition("\n")[0])
     content, written = made["train"], (path / "record.json").read_text(encoding="utf-8")
-    assert json.loads(written) == content and f"record: {path}" in SHOWN["train"]
+    assert json.loads(written) == content and path.name.endswith("_cpu_tiny")
     assert content["commit"] and isinstance(content["dirty"], bool)
     assert content["command"].startswith("python bench_mfu.py train --device=cpu")
     page, r = (path / "README.md").read_text(encoding="utf-8"), row(content, "sdpa")
-    table = [[*map(str.strip, line.split("|"))] for line in page.splitlines() if line[:1] == "|"]
-    shown = dict(zip(table[0], next(line for line in table if line[1] == "sdpa")))
-    assert (shown["mfu of --peak_tflops"], shown["rounds"]) == (f"{r['mfu']:.1%}", "3")
-    assert shown["tok/s"] == f"{r['tokens_per_s']:,.0f}"
-    run([*small("train"), "--backends=sdpa", f"--records_dir={folder}", "--record=tiny"])
-    assert (folder / f"{path.name}-2" / "record.json").exists()
+    cells = "sdpa", f"{r['tokens_per_s']:,.0f}", "3", f"{r['mfu']:.1%}", f"{r['mfu_causal']:.1%}"
+    assert re.search(" .*".join(rf"\| {cell}" for cell in cells), page)
+    argv = [*small("train"), "--backends=sdpa", f"--records_dir={path.parent}", "--record=tiny"]
+    assert run(argv)[0] == 0 and (path.parent / f"{path.name}-2" / "record.json").exists()
     assert (path / "record.json").read_text(encoding="utf-8") == written
 
 
@@ -247,16 +239,15 @@ def at(value: Any, path: tuple[Any, ...]) -> Any:
 
 
 def edit(whole: Content, path: tuple[Any, ...], by: float) -> Content:
-    edited = copy.deepcopy(whole)
-    value = at(edited, path)
-    other = not value if isinstance(value, bool) or value is None else (
-        value + "x" if isinstance(value, str) else value * by or by)
+    edited, value = copy.deepcopy(whole), at(whole, path)
+    other = value + "x" if isinstance(value, str) else not value
+    other = value * by or by if type(value) in (int, float) else other
     at(edited, path[:-1])[path[-1]] = other
     return edited
 
 
 @pytest.mark.parametrize("name", [*MODES, *few([*OLD], 5)])
-def test_an_edited_figure_is_refused_with_its_row(name: str, made: dict[str, Content]) -> None:
+def test_an_edited_figure_is_refused_with_its_row(name: str, made: Made) -> None:
     """A new record has a digest of the edit."""
     whole, kinds = {**OLD, **made}[name], set()
     for path in (path for path in leaves(whole) if "rows" in path):
@@ -277,9 +268,7 @@ def test_an_edited_figure_is_refused_with_its_row(name: str, made: dict[str, Con
 
 @settings(max_examples=100, deadline=None)
 @given(st.data())
-def test_no_field_of_a_new_record_can_be_edited(
-    made: dict[str, Content], data: st.DataObject
-) -> None:
+def test_no_field_of_a_new_record_can_be_edited(made: Made, data: st.DataObject) -> None:
     """Also fields that no formula uses."""
     whole = made[data.draw(st.sampled_from([*MODES]))]
     path = data.draw(st.sampled_from([*leaves(whole)]))
@@ -291,7 +280,7 @@ def test_no_field_of_a_new_record_can_be_edited(
 
 # --- lies ---
 
-LIES: list[tuple[str, Callable[[Content], Any], str]] = [  # and what a problem names
+LIES: list[tuple[str, Lie, str]] = [  # and what a problem names
     ("train", lambda c: row(c, "sdpa")["rounds"].pop(), "train sdpa.*2 of 3"),
     ("kernel", lambda c: row(c, "sdpa")["point"].update(D=32), "sdpa.*shape D.*16.*32"),
     ("decode", lambda c: row(c, "sdpa")["point"].update(P=9), "sdpa.*shape P.*5.*9"),
@@ -322,7 +311,7 @@ LIES: list[tuple[str, Callable[[Content], Any], str]] = [  # and what a problem 
     ("converge", lambda c: row(c, "sdpa").update(losses=[0.1] * 10), r"sdpa.*-9.*off"),  # is wrong
     ("converge", lambda c: c["settings"].update(tolerance=0.1), "10%"),
 ]
-CLAIMS: list[tuple[str, Callable[[Content], Any], str]] = [  # complete() would remove them
+CLAIMS: list[tuple[str, Lie, str]] = [  # complete() would remove them
     ("train", lambda c: c["flops_per_token"].update(mfu=1.0), "flops_per_token mfu is 1.0"),
     ("train", lambda c: c.update(answers=[]), "'Fastest: train"),
     ("train", lambda c: c["answers"].append("Fastest: mine"), "'Fastest: mine'"),
@@ -333,9 +322,7 @@ CLAIMS: list[tuple[str, Callable[[Content], Any], str]] = [  # complete() would 
 
 
 @pytest.mark.parametrize("mode, lie, named", [*LIES, *CLAIMS], ids=[n for *_, n in LIES + CLAIMS])
-def test_a_lie_is_refused_by_its_name(
-    mode: str, lie: Callable[[Content], Any], named: str, made: dict[str, Content]
-) -> None:
+def test_a_lie_is_refused_by_its_name(mode: str, lie: Lie, named: str, made: Made) -> None:
     """With figures and digest as if it were true."""
     content = copy.deepcopy(made[mode])
     lie(content)
@@ -358,7 +345,7 @@ def concluded(content: Content, *rows: Content) -> list[str]:
     return [text for text in answers if text.startswith("Fastest")]
 
 
-def test_the_fastest_is_named_with_those_that_are_level(made: dict[str, Content]) -> None:
+def test_the_fastest_is_named_with_those_that_are_level(made: Made) -> None:
     fast = np.array([50.0, 50.5, 49.5, 50, 51])
     times = {"sdpa": fast, "manual": 2 * fast, "tiled": fast + 0.1}
     rows = [{"backend": name, "ms": ms.tolist()} for name, ms in times.items()]
@@ -369,7 +356,7 @@ def test_the_fastest_is_named_with_those_that_are_level(made: dict[str, Content]
     assert concluded(made["train"], *of_each)[0].endswith("train: manual")
 
 
-def test_the_fastest_depends_on_the_length_and_is_one_of_equals(made: dict[str, Content]) -> None:
+def test_the_fastest_depends_on_the_length_and_is_one_of_equals(made: Made) -> None:
     rows = [{"backend": name, "T": T, "ms": [ms] * 3}
             for T, *both in ((128, 1, 2), (256, 2, 4), (1024, 20, 10))
             for name, ms in zip(("sdpa", "manual"), both)]
@@ -385,7 +372,7 @@ def test_the_fastest_depends_on_the_length_and_is_one_of_equals(made: dict[str, 
 
 
 def test_the_page_holds_every_row_and_the_check_sees_a_change(
-    tmp_path: Path, made: dict[str, Content], monkeypatch: pytest.MonkeyPatch, capsys: Any
+    tmp_path: Path, made: Made, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     for name in ("FOLDER", "PAGE"):
         monkeypatch.setattr(board, name, tmp_path / name)
