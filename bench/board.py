@@ -25,7 +25,6 @@ INTRO = """All records in [bench/records](../bench/records), written by `python 
 `--check` verifies them ([MEASURE.md](MEASURE.md)). Each line is one machine and kernel; lines \
 compare the same work where heading and columns left of "machine" are equal. "~" is noisy, "*" has \
 a remark below. A column "peak" names the source of a peak that was not measured there."""
-Line = dict[str, str]
 
 
 def main(argv: list[str]) -> int:
@@ -119,7 +118,7 @@ def heading(row: Row, part: Json) -> str:
     return ", ".join(word for word, on in words.items() if on)
 
 
-def work(row: Row, part: Json) -> Line:
+def work(row: Row, part: Json) -> dict[str, str]:
     mode, sizes = row["mode"], tables.sizes(row, part["settings"])
     compiled = row.get("compiled", part["settings"].get("compile") is True)
     return {
@@ -132,7 +131,7 @@ def work(row: Row, part: Json) -> Line:
     }
 
 
-def figures(row: Row, part: Json) -> Line:
+def figures(row: Row, part: Json) -> dict[str, str]:
     made = {"kernel": f"{row['backend']}: {tables.kernel_names(row)}".removesuffix(" (CPU)")}
     for title in report.MODES[row["mode"]].board.split(", "):
         made[title] = tables.cell(title, row).replace(" to ", "-").replace("noisy", "~")

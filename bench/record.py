@@ -34,7 +34,7 @@ KERNELS = {  # names in attention/proof.py's KERNELS
     "triton": r"flash \(our Triton\)", "paged": rf"(paged decode \(Triton\)|{ANY})?",
 }  # fmt: skip
 FLASH = r"^(?!.*pytorch_).*flash"  # not PyTorch's own FlashAttention-2
-ON_GPU = {  # names of kernels that PyTorch has no operator for
+ON_GPU = {  # of kernels without an operator
     "flex": "flex", "flex_flash": "flash", "hf_flash_attention_2": FLASH,
     "flash_attn_2": FLASH, "flash_attn_3": FLASH, "flash_attn_4": FLASH,
 }  # fmt: skip
@@ -118,7 +118,7 @@ def verify(content: Json) -> list[str]:
 
 
 def problems(content: Json) -> Iterator[str]:
-    if not {"rows", "stages"} & content.keys():  # of other work
+    if not {"rows", "stages"} & content.keys():
         return
     if (content["format"] > 2 or "digest" in content) and content.get("digest") != digest(content):
         yield "its digest is another one: a field was edited"

@@ -55,7 +55,7 @@ def medians(row: Row) -> Json:
 
 
 def sizes(row: Row, settings: Json) -> Json:
-    """Of a call, the point's or the settings'; B with all micro-batches."""
+    """The point's or the settings'; B with all micro-batches."""
     known = {"T": settings.get("block_size"), "B": settings.get("batch_size"), **row["point"]}
     training = row["mode"] in ("train", "converge")
     micro = settings["gradient_accumulation_steps"] if training else 1
@@ -119,35 +119,38 @@ COMPUTED: dict[str, Callable[[Row], object]] = {
     "rounds": lambda r: len(r["rounds"]),
     "warm-up s": lambda r: f"{r['setup_s'] + r['warm_up_s']:.1f}",
     "kernel": kernel_names,
-    "canary": lambda r: {True: "ok", False: "LEAKS", None: None}[r["canary"]],
-    "first failure": lambda r: next(map(failure, r["failures"]), None),
+    "canary": lambda r: {True: "ok", False: "LEAKS", None: "-"}[r["canary"]],
+    "first failure": lambda r: next(map(failure, r["failures"]), "-"),
 }
-FORMATS: list[tuple[Callable[[Any], str], str]] = [  # titles=fields of a row or its point
-    (number, "tok/s=tokens_per_s, ms/step=ms, ms/token=ms, both ms=ms, first ms=first_ms"),
-    (number, "fwd ms=forward_ms, bwd ms=backward_ms, TFLOP/s=tflops_causal, full=tflops_full"),
-    (number, "ms, roofline ms=roofline_ms, times"),
-    (percent, "of peak=share, share, mfu, causal=mfu_causal, mbu"),
-    (percent, "time saved=time_saved, memory saved=memory_saved"),
-    (error, "loss diff=loss_difference, err out=error_out, err grad=error_grad"),
-    (bytes_, "memory=memory_bytes, cache size=cache_bytes"),
-    ("{:.4f}".format, "final loss=final_loss, seed noise=seed_noise"),
-    ("{:+.3%}".format, "off=difference"),
-    ("{:.1f}".format, "compile s=compile_s"),
-    (str, "batch=batch_size, prompt=P, kernels=name, not reached=not_reached"),
+FORMATS: list[tuple[Callable[[Any], str], dict[str, str]]] = [  # title: field of a row or its point
+    (str, {"backend": "backend", "batch": "batch_size", "verdict": "verdict", "kernels": "name"}),
+    (str, {"T": "T", "D": "D", "window": "window", "prompt": "P", "limit": "limit"}),
+    (str, {"right": "right", "wrong": "wrong", "refused": "refused", "not reached": "not_reached"}),
+    (number, {"tok/s": "tokens_per_s", "ms/step": "ms", "ms/token": "ms", "both ms": "ms"}),
+    (number, {"first ms": "first_ms", "fwd ms": "forward_ms", "bwd ms": "backward_ms"}),
+    (number, {"TFLOP/s": "tflops_causal", "full": "tflops_full"}),
+    (number, {"ms": "ms", "roofline ms": "roofline_ms", "times": "times"}),
+    (percent, {"of peak": "share", "mfu": "mfu", "causal": "mfu_causal", "mbu": "mbu"}),
+    (percent, {"share": "share", "time saved": "time_saved", "memory saved": "memory_saved"}),
+    (error, {"loss diff": "loss_difference", "err out": "error_out", "err grad": "error_grad"}),
+    (bytes_, {"memory": "memory_bytes", "cache size": "cache_bytes"}),
+    ("{:.4f}".format, {"final loss": "final_loss", "seed noise": "seed_noise"}),
+    ("{:+.3%}".format, {"off": "difference"}),
+    ("{:.1f}".format, {"compile s": "compile_s"}),
 ]
-NAMES = ((show, name.partition("=")) for show, names in FORMATS for name in names.split(", "))
-COLUMNS = {title: (field or title, show) for show, (title, _, field) in NAMES}
+COLUMNS = {title: (field, show) for show, names in FORMATS for title, field in names.items()}
 
 
 def cell(title: str, row: Row) -> str:
-    field, show = COLUMNS.get(title, (title, str))
-    values = {**row.get("point", {}), **row}
-    value = COMPUTED[title](row) if title in COMPUTED else values.get(field)
+    if title in COMPUTED:
+        return str(COMPUTED[title](row))
+    field, show = COLUMNS[title]
+    value = {**row.get("point", {}), **row}.get(field)
     return "-" if value is None else show(value)
 
 
 def table(columns: str, rows: list[Row], of: str = "") -> Cells:
-    """`of`: a given peak, behind the titles of figures that depend on it."""
+    """`of`: a given peak."""
     titles = columns.split(", ")
     titled = {title: (title.removesuffix("of peak") + of).strip() for title in RELATIVE if of}
     head = [titled.get(title, title) for title in titles]
@@ -186,8 +189,8 @@ def markdown(cells: Cells, terminal: bool = False) -> str:
 
 
 def contests(rows: list[Row]) -> Iterator[tuple[str, int, Row, list[Row]]]:
-    """Place and tokens of competing rows (other caches compete, other constraints do not), the
-    fastest of them, and others whose quartiles overlap its, per sequence."""
+    """Place, tokens, the fastest, the others level with it, per sequence: other caches compete,
+    other constraints do not."""
 
     def time(row: Row, name: str = "ms") -> float:
         return row[name] / row.get("batch_size", 1)
