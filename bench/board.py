@@ -25,7 +25,6 @@ INTRO = """All records in [bench/records](../bench/records), written by `python 
 `--check` verifies them ([MEASURE.md](MEASURE.md)). Each line is one machine and kernel; lines \
 compare the same work where heading and columns left of "machine" are equal. "~" is noisy, "*" has \
 a remark below. A column "peak" names the source of a peak that was not measured there."""
-Line = dict[str, str]
 
 
 def main(argv: list[str]) -> int:
@@ -57,7 +56,7 @@ def main(argv: list[str]) -> int:
 
 def page(found: dict[str, Json]) -> str:
     machines: dict[str, str] = {}
-    remarks, links, made = [], [], []
+    remarks, links, made, modes = [], [], [], [*report.MODES]
     for number, (name, content) in enumerate(found.items(), 1):
         ours = bool({"rows", "stages"} & content.keys())
         links.append(f"[{number}]: ../bench/records/{name}/README.md")
@@ -65,22 +64,21 @@ def page(found: dict[str, Json]) -> str:
             remarks.append(f"- [{name}][{number}]: {doubt}")
         for part in report.sections_of(content) if ours else ():
             short = machines.setdefault(part["machine"]["about"], f"M{len(machines) + 1}")
+            link = f"[{part['date'][:10]}{'*' if doubt else ''}][{number}]"
             for row in (r for r in part["rows"] if r["status"] == "ok"):
-                what, title = work(row, part), heading(row, part)
-                line = {**what, "machine": short, **figures(row, part)}
-                line["record"] = f"[{part['date'][:10]}{'*' if doubt else ''}][{number}]"
-                order = [*report.MODES].index(row["mode"]), title
-                made.append((order, [*map(by_value, what.values())], short, row["ms"], line))
+                what, at = work(row, part), (modes.index(row["mode"]), heading(row, part))
+                line = {**what, "machine": short, **figures(row, part), "record": link}
+                made.append((at, [*map(by_value, what.values())], short, row["ms"], line))
     named = "; ".join(f"{short}: {about}" for about, short in machines.items())
     text = ["# The board", INTRO, f"Machines: {named}."]
     made.sort(key=lambda one: one[:-1])
-    for mode, of_mode in groupby(made, lambda one: [*report.MODES.values()][one[0][0]]):
-        text += [f"## {mode.title}"]
-        for (_, title), group in groupby(of_mode, lambda one: one[0]):
-            lines = [line for *_, line in group]
-            head = [name for name in lines[0] if any(line[name] != "-" for line in lines)]
-            cells = [[line[name] for name in head] for line in lines]
-            text += [f"### {title}", tables.markdown((head, cells))]
+    for (n, title), group in groupby(made, lambda one: one[0]):
+        lines = [line for *_, line in group]
+        head = [name for name in lines[0] if any(line[name] != "-" for line in lines)]
+        cells = [[line[name] for name in head] for line in lines]
+        mode = f"## {report.MODES[modes[n]].title}"
+        text += [mode] * (mode not in text)
+        text += [f"### {title}", tables.markdown((head, cells))]
     text += ["## Remarks", "\n".join(remarks)] if remarks else []
     return "\n\n".join([*text, "\n".join(links)]) + "\n"
 
@@ -90,11 +88,11 @@ def by_value(cell: str) -> tuple[float, str]:
     return (float(digits), "") if digits.isdecimal() else (0.0, cell)
 
 
-def doubts(part: Json) -> str:
-    if part["format"] == 1:
+def doubts(content: Json) -> str:
+    if content["format"] == 1:
         return "old: causality not tested"
-    found = [] if part.get("complete", True) else ["incomplete"]
-    found += ["uncommitted code"] if part["dirty"] else ["no commit"] * (not part["commit"])
+    found = [] if content.get("complete", True) else ["incomplete"]
+    found += ["uncommitted code"] if content["dirty"] else ["no commit"] * (not content["commit"])
     return ", ".join(found)
 
 
@@ -120,24 +118,23 @@ def heading(row: Row, part: Json) -> str:
     return ", ".join(word for word, on in words.items() if on)
 
 
-def work(row: Row, part: Json) -> Line:
-    mode, p, s = row["mode"], row["point"], part["settings"]
-    compiled = {"compiled": "yes" if row.get("compiled", s.get("compile") is True) else "no"}
-    if mode == "kernel":
-        return {"tokens": f"{p['T']:,}", "sequences": str(p["B"])}
-    if mode == "decode":
-        sizes = {"prompt": str(p["P"]), "new": str(p["new_tokens"])}
-        sizes |= {"sequences": str(row.get("batch_size", p["B"])), "cache": tables.cache(row)}
-        return sizes | compiled
-    sequences = row.get("batch_size", s["batch_size"]) * s["gradient_accumulation_steps"]
-    sizes = {"tokens": f"{s['block_size']:,}", "sequences": str(sequences)}
-    return sizes | (compiled if mode == "train" else {})
+def work(row: Row, part: Json) -> dict[str, str]:
+    mode, sizes = row["mode"], tables.sizes(row, part["settings"])
+    compiled = row.get("compiled", part["settings"].get("compile") is True)
+    return {
+        "tokens": f"{sizes['T']:,}" if mode != "decode" else "-",
+        "prompt": str(sizes.get("P", "-")),
+        "new": str(sizes.get("new_tokens", "-")),
+        "sequences": str(sizes["B"]),
+        "cache": tables.cache(row) if mode == "decode" else "-",
+        "compiled": ("yes" if compiled else "no") if mode in ("train", "decode") else "-",
+    }
 
 
-def figures(row: Row, part: Json) -> Line:
+def figures(row: Row, part: Json) -> dict[str, str]:
     made = {"kernel": f"{row['backend']}: {tables.kernel_names(row)}".removesuffix(" (CPU)")}
-    for column in tables.named(report.MODES[row["mode"]].board):
-        made[column.title] = column.cell(row).replace(" to ", "-").replace("noisy", "~")
+    for title in report.MODES[row["mode"]].board.split(", "):
+        made[title] = tables.cell(title, row).replace(" to ", "-").replace("noisy", "~")
     source = re.split("[: ]", part["machine"]["peak_source"])[0]
     error = row.get("error_out", (row.get("proof") or {}).get("error"))
     made["peak"] = re.sub("^(not|measured,?)", "-", source)

@@ -31,7 +31,7 @@ from torch.autograd import DeviceType
 from attention.machine.system import kineto, synchronize
 from attention.proof import KERNELS
 from bench import Json, tables
-from bench.tables import Cells, Column, Row, number, percent
+from bench.tables import Cells, Row
 from core import flops, profile
 from core.flops import Sizes, flops_per_token, mean_keys
 from core.gpus import datasheet_bandwidth
@@ -46,14 +46,7 @@ OF_CLASS = {  # class of kernels -> parts
     "optimizer": ("optimizer",),
 }
 LARGEST = 5
-COLUMNS = (
-    Column("kernels", "name"),
-    Column("ms", "ms", number),
-    Column("share", "share", percent),
-    Column("roofline ms", "roofline_ms", number),
-    Column("times", "times", number),
-    Column("limit", "limit"),
-)
+COLUMNS = "kernels, ms, share, roofline ms, times, limit"
 NOTES = (
     "share: of the step, with its gaps between the kernels; times: how often the time at the "
     "roofline; products of manual's attention count as attention on the CPU only"

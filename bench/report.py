@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-from collections import defaultdict
 from collections.abc import Iterator
 
 import torch
 
 from attention.truth import allowed_error
 from bench import Json, converge, decode, kernel, parts, tables, train
-from bench.tables import Cells, Column, Mode, Row
+from bench.tables import Cells, Mode, Row, count, failure
 from core import flops
 
 MODES: dict[str, Mode] = {
@@ -18,20 +16,9 @@ MODES: dict[str, Mode] = {
 }  # fmt: skip
 SLOW = 0.6  # of the peak, for large products
 SHARES = {"mfu": "mfu", "share": "share of the peak", "mbu": "mbu"}
+PROOF = "backend, right, wrong, refused, not reached, canary, first failure"
 MEASURE = "[MEASURE.md](../../../docs/MEASURE.md)"  # as seen from bench/records/NAME
 KNOWN = ("command", "date", "commit", "device", "software")  # to who runs the bench
-
-
-def failure(found: dict[str, str]) -> str:
-    return f"{found['what']}, {found['dtype']}: {found['why']}"
-
-
-PROOF = [Column(name, name) for name in ("backend", "right", "wrong", "refused")]
-PROOF += [
-    Column("not reached", "not_reached"),
-    Column("canary", "canary", {True: "ok", False: "LEAKS"}.__getitem__),
-    Column("first failure", lambda r: next(map(failure, r["failures"]), None)),
-]
 
 
 def sections_of(content: Json) -> list[Json]:
@@ -58,33 +45,33 @@ def rows_of(content: Json, name: str) -> list[Json]:
 
 def failed(content: Json) -> bool:
     """True if a kernel was wrong, a training ended elsewhere, or nothing was measured."""
-    if content["mode"] == "qualify":
-        wrong = any(row["wrong"] for row in rows_of(content, "proof"))
-        return wrong or not any(stage["status"] == "done" for stage in content["stages"])
-    bad = content["mode"] == "converge" and any(r.get("verdict") == "FAIL" for r in content["rows"])
-    return bad or not any(r["status"] == "ok" for r in content["rows"])
+    rows: list[Json] = rows_of(content, "proof") if "stages" in content else content["rows"]
+    ended = {one["status"] for one in content.get("stages", rows)}
+    wrong = any(row.get("wrong") or row.get("verdict") == "FAIL" for row in rows)
+    return wrong or not ended & {"ok", "done"}
 
 
 def title(content: Json) -> str:
-    mode = MODES.get(content["mode"])
-    title = f"{mode.title if mode else 'What this machine can do'}, {content['machine']['about']}"
-    return title if content.get("complete", True) else f"INCOMPLETE: {title}"
+    what = "What this machine can do" if "stages" in content else MODES[content["mode"]].title
+    incomplete = "" if content.get("complete", True) else "INCOMPLETE: "
+    return f"{incomplete}{what}, {content['machine']['about']}"
 
 
 def facts(content: Json) -> dict[str, str]:
     m, s, mode = content["machine"], content["settings"], content["mode"]
-    versions = {k: m[k] for k in ("driver", "cuda", "cudnn", "python") if m.get(k)}
-    software = ", ".join(f"{k} {v}" for k, v in (m["packages"] | versions).items())
+    packages = m["packages"] | {k: m.get(k) for k in ("driver", "cuda", "cudnn", "python")}
+    software = [f"{name} {version}" for name, version in packages.items() if version]
     dirty = " (with changes)" if content["dirty"] else ""
     found = {name: content[name] for name in ("command", "date")}
-    found["commit"] = (content["commit"] or "none")[:10] + dirty
-    found |= {"device": m["about"], "software": f"{software}, {m['system']}"}
+    found |= {"commit": (content["commit"] or "none")[:10] + dirty, "device": m["about"]}
+    found["software"] = ", ".join([*software, m["system"]])
     if mode != "kernel":
-        model = f"{s['n_layer']} layers, {s['n_embd']} wide, {s['n_head']} heads, vocabulary "
-        model += f"{content['vocab_size']:,}"
-        if "hf" in content:
-            name, count = content["hf"]["name"], content["hf"]["counted"]["parameters"]
-            model = f"{name}, random weights, {count:,} parameters that a token uses"
+        if hf := content.get("hf"):
+            numbers = f"{hf['counted']['parameters']:,} parameters that a token uses"
+            model = f"{hf['name']}, random weights, {numbers}"
+        else:
+            model = f"{s['n_layer']} layers, {s['n_embd']} wide, {s['n_head']} heads, "
+            model += f"vocabulary {content['vocab_size']:,}"
         batch = f"batch {s['batch_size']}, " if mode != "decode" else ""
         found["model"] = f"{model}, {s['block_size']} tokens, {batch}{m['dtype']}"
     if mode == "decode":
@@ -93,26 +80,25 @@ def facts(content: Json) -> dict[str, str]:
     else:
         found["peak"] = f"{m['peak_tflops']:,.4g} TFLOP/s ({m['peak_source']})"
     if mode in ("train", "converge"):
-        counts, by_torch = content["flops_per_token"], content["reference"].get("flops_per_token")
-        counts = counts | ({"torch's counter": by_torch} if by_torch else {})
+        by_torch = content["reference"].get("flops_per_token")
+        counts = content["flops_per_token"] | ({"torch's counter": by_torch} if by_torch else {})
         found["MFLOP a token"] = ", ".join(f"{v / 1e6:,.2f} ({k})" for k, v in counts.items())
-    rounds = tables.count(s.get("rounds", 0), "round")
+    rounds = count(s.get("rounds", 0), "round")
     rounds += MODES[mode].warm_up.format(s.get("warm_up_steps")) if mode in MODES else ""
     if mode == "converge":  # without warm-up: every step counts
         rounds = f"{s['steps']} steps, seeds: {s.get('seeds', 1)}"
-    fresh = ", each in new processes" if content.get("fresh_rounds") else ""
-    return found | {"rounds": rounds + fresh}
+    return found | {
+        "rounds": rounds + ", each in new processes" * content.get("fresh_rounds", False)
+    }
 
 
 def sections(content: Json) -> Iterator[tuple[str, Cells, str]]:
-    for stage in content.get("stages", ()):
-        if stage["name"] == "proof" and stage["record"]:
-            yield "Proof", tables.table(PROOF, stage["record"]["rows"]), ""
+    if proved := rows_of(content, "proof") if "stages" in content else []:
+        yield "Proof", tables.table(PROOF, proved), ""
     for part in sections_of(content):
         of, rows = flops.given(part["machine"]["peak_source"]), part["rows"]
-        ok = [row for row in rows if row["status"] == "ok"]
         for name, mode in MODES.items():
-            if its := [row for row in ok if row["mode"] == name]:
+            if its := [row for row in rows if (row["status"], row["mode"]) == ("ok", name)]:
                 yield mode.title, tables.measured(mode.columns, its, of), mode.notes
         for row in rows:
             p = row.get("profile", {})
@@ -140,36 +126,36 @@ def terminal(content: Json) -> str:
     text = [title(content)]
     text += [f"{name}: {value}" for name, value in known.items() if value and name not in KNOWN]
     for name, made, notes in sections(content) if content["mode"] != "qualify" else ():
-        text += [f"\n{name}\n{tables.markdown(made, terminal=True)}"]
-        text += [f"\n{notes}"] if notes else []
+        text += [f"\n{name}", tables.markdown(made, True), *([f"\n{notes}"] if notes else [])]
     return "\n".join([*text, "", *content["answers"]])
 
 
 def answers(content: Json) -> list[str]:
     if content["mode"] == "qualify":
-        return of_stages(content)
+        return list(dict.fromkeys(of_stages(content)))
     rows = [r for r in content["rows"] if r["status"] == "ok"]
     found = [f"Fastest: {text}" for text in tables.fastest(rows)]
-    unknown: dict[tuple[str, str], dict[str, None]] = defaultdict(dict)
-    for row, (of, name) in itertools.product(rows, SHARES.items()):
-        if why := row.get(f"{of}_why"):
-            unknown[name, why][row["backend"]] = None
-    for (name, why), names in unknown.items():
-        found.append(f"Peak: {name} not known of {', '.join(names)}: {why}.")
+    for of, name in SHARES.items():
+        unknown = {why: None for row in rows if (why := row.get(f"{of}_why"))}
+        for why in unknown:
+            names = {row["backend"]: None for row in rows if row.get(f"{of}_why") == why}
+            found.append(f"Peak: {name} not known of {', '.join(names)}: {why}.")
     found += [f"Agreement: {why}." for why in disagreeing(rows, content)]
     return [*found, *filter(None, [MODES[content["mode"]].conclude(content)])]
 
 
-def disagreeing(rows: list[Row], content: Json) -> list[str]:
-    dtype, found = getattr(torch, content["machine"]["dtype"]), []
-    exact = "eager" if "hf" in content else "manual"
+def disagreeing(rows: list[Row], content: Json) -> Iterator[str]:
+    dtype, exact = (
+        getattr(torch, content["machine"]["dtype"]),
+        "eager" if "hf" in content else "manual",
+    )
     loss, norm = (1e-2, 5e-2) if dtype.itemsize == 2 else (1e-4, 1e-3)
     loss *= content["reference"].get("loss", 0.0)
     manual = {str(r["point"]): r for r in rows if r["backend"] == "manual" and "error_out" in r}
     for r in rows:
         off, grad = r.get("loss_difference", 0.0), r.get("gradient_norm_difference", 0.0)
         if not (abs(off) <= loss and abs(grad) <= norm):
-            found.append(
+            yield (
                 f"{r['backend']} DISAGREES with {exact} in float32: the loss by {off:.1e}, the "
                 f"gradient norm by {grad:.1e} of itself"
             )
@@ -178,36 +164,33 @@ def disagreeing(rows: list[Row], content: Json) -> list[str]:
             plain = manual.get(str(r["point"]), {}).get(name, others)
             if name in r and not r[name] <= allowed_error(plain, 1, 1, dtype, m):
                 at = f"{name} {r[name]:.1e} at {r['point']['T']} tokens"
-                found.append(f"{r['backend']} is WRONG against float64 ({at})")
-    return found
+                yield f"{r['backend']} is WRONG against float64 ({at})"
 
 
-def of_stages(content: Json) -> list[str]:
-    stages: Json = {stage["name"]: stage["record"] for stage in content["stages"]}
-    proved, m = rows_of(content, "proof"), content["machine"]
-    found, doubts = [], []
+def of_stages(content: Json) -> Iterator[str]:
+    m, proved = content["machine"], rows_of(content, "proof")
+    doubts = [f"{r['backend']} is wrong in {failure(f)}" for r in proved for f in r["failures"][:3]]
     if proved:
         right = [r for r in proved if r["right"] and not r["wrong"]]
         names = ", ".join(f"{r['backend']} ({r['right']} cases)" for r in right) or "none"
-        found.append(f"Proof: every number right and nothing leaked: {names}.")
+        yield f"Proof: every number right and nothing leaked: {names}."
     if left := [f"{r['backend']} {r['not_reached']}" for r in proved if r["not_reached"]]:
-        found.append(f"Proof: cases not reached in the time: {', '.join(left)}.")
-    for r in proved:
-        doubts += [f"{r['backend']} is wrong in {failure(f)}" for f in r["failures"][:3]]
+        yield f"Proof: cases not reached in the time: {', '.join(left)}."
     reached, peak = m.get("products_tflops"), m["peak_tflops"]
     if reached and reached < SLOW * peak:
         doubts.append(
             f"large matmuls reach {reached:,.4g} TFLOP/s, {reached / peak:.0%} of {peak:,.4g} "
             f"({m['peak_source']}): is the power limit lowered?"
         )
-    for name, made in stages.items():
-        found += made.get("answers", [])
-        doubts += made.get("busy", [])
+    for stage in content["stages"]:
+        made = stage["record"]
+        yield from made.get("answers", [])
         timed = [r for r in made.get("rows", []) if r.get("status") == "ok"]
-        noisy = [row for row in timed if row.get("noisy")]
-        if len(noisy) > len(timed) / 2:
-            doubts.append(f"{len(noisy)} of {len(timed)} rows of {name} are noisy")
-    found += [f"Suspicious: {text}." for text in doubts]
+        noisy = sum(bool(row.get("noisy")) for row in timed)
+        doubts += made.get("busy", [])
+        if noisy > len(timed) / 2:
+            doubts.append(f"{noisy} of {len(timed)} rows of {stage['name']} are noisy")
+    yield from (f"Suspicious: {text}." for text in doubts)
     for s in content["stages"]:
-        found += [f"Missing: {s['name']}: {s['status']}: {s['why']}."] * (s["status"] != "done")
-    return list(dict.fromkeys(found))
+        if s["status"] != "done":
+            yield f"Missing: {s['name']}: {s['status']}: {s['why']}."

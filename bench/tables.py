@@ -3,11 +3,11 @@ unavailable, failed, skipped, stopped), `rounds`, and its mode's figures."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
-from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -19,18 +19,12 @@ NOISY = 0.05  # distance of the quartiles over the median
 ENOUGH = 3  # rounds; fewer are noisy
 WIDE = 40  # characters; longer cells are not padded
 TIMES = ("ms", "forward_ms", "backward_ms", "optimizer_ms", "first_ms")
-RELATIVE = {"mfu", "causal", "roofline ms", "times", "limit"}  # of the peak
+RELATIVE = {"mfu", "causal", "roofline ms", "times", "limit", "of peak"}  # titles
 SAME = ("B", "P", "H", "Hkv", "D", "window", "constraint")  # of rows that compete
-
-
-class Column(NamedTuple):
-    title: str
-    of: str | Callable[[Row], Any]
-    show: Callable[[Any], str] = str
-
-    def cell(self, row: Row) -> str:
-        value = row.get(self.of) if isinstance(self.of, str) else self.of(row)
-        return "-" if value is None else self.show(value)
+EXPLAINED = (
+    "quartiles: half of the rounds lie between; noisy: more than 5 % apart; level: they overlap "
+    "the fastest row's"
+)
 
 
 @dataclass(frozen=True)
@@ -52,12 +46,20 @@ class Mode:
 
 def medians(row: Row) -> Json:
     """Median times; quartiles of `ms`, and their relative distance."""
-    rounds = row["rounds"]
-    found: Json = {t: float(np.median([r[t] for r in rounds])) for t in TIMES if t in rounds[0]}
-    q1, ms, q3 = np.quantile([r["ms"] for r in rounds], (0.25, 0.5, 0.75)).tolist()
-    spread = (q3 - q1) / ms if len(rounds) > 1 else None
-    noisy = spread is not None and spread > NOISY
-    return {**found, "q1_ms": q1, "q3_ms": q3, "spread": spread, "noisy": noisy}
+    times = [name for name in TIMES if name in row["rounds"][0]]
+    values = [[one[name] for name in times] for one in row["rounds"]]
+    lower, middle, upper = np.quantile(values, (0.25, 0.5, 0.75), axis=0).tolist()
+    found = {**dict(zip(times, middle)), "q1_ms": lower[0], "q3_ms": upper[0]}
+    spread = (upper[0] - lower[0]) / middle[0] if len(values) > 1 else None
+    return {**found, "spread": spread, "noisy": spread is not None and spread > NOISY}
+
+
+def sizes(row: Row, settings: Json) -> Json:
+    """The point's or the settings'; B with all micro-batches."""
+    known = {"T": settings.get("block_size"), "B": settings.get("batch_size"), **row["point"]}
+    training = row["mode"] in ("train", "converge")
+    micro = settings["gradient_accumulation_steps"] if training else 1
+    return {**known, "B": row.get("batch_size", known["B"]) * micro}
 
 
 # --- formats ---
@@ -105,70 +107,74 @@ def heads(H: int, Hkv: int, word: str = "") -> str:
     return f"{H}{word}" + (f" ({Hkv} for keys)" if Hkv != H else "")
 
 
-FORMATS: list[tuple[Callable[[Any], str], dict[str, str]]] = [  # title: field of a row
-    (str, {"backend": "backend", "batch": "batch_size", "verdict": "verdict"}),
+def failure(found: dict[str, str]) -> str:
+    return f"{found['what']}, {found['dtype']}: {found['why']}"
+
+
+COMPUTED: dict[str, Callable[[Row], object]] = {
+    "B": lambda r: r.get("batch_size", r["point"]["B"]),
+    "H": lambda r: heads(r["point"]["H"], r["point"]["Hkv"]),
+    "cache": cache,
+    "quartiles": spread,
+    "rounds": lambda r: len(r["rounds"]),
+    "warm-up s": lambda r: f"{r['setup_s'] + r['warm_up_s']:.1f}",
+    "kernel": kernel_names,
+    "canary": lambda r: {True: "ok", False: "LEAKS", None: "-"}[r["canary"]],
+    "first failure": lambda r: next(map(failure, r["failures"]), "-"),
+}
+FORMATS: list[tuple[Callable[[Any], str], dict[str, str]]] = [  # title: field of a row or its point
+    (str, {"backend": "backend", "batch": "batch_size", "verdict": "verdict", "kernels": "name"}),
+    (str, {"T": "T", "D": "D", "window": "window", "prompt": "P", "limit": "limit"}),
+    (str, {"right": "right", "wrong": "wrong", "refused": "refused", "not reached": "not_reached"}),
     (number, {"tok/s": "tokens_per_s", "ms/step": "ms", "ms/token": "ms", "both ms": "ms"}),
     (number, {"first ms": "first_ms", "fwd ms": "forward_ms", "bwd ms": "backward_ms"}),
     (number, {"TFLOP/s": "tflops_causal", "full": "tflops_full"}),
+    (number, {"ms": "ms", "roofline ms": "roofline_ms", "times": "times"}),
     (percent, {"of peak": "share", "mfu": "mfu", "causal": "mfu_causal", "mbu": "mbu"}),
-    (percent, {"time saved": "time_saved", "memory saved": "memory_saved"}),
+    (percent, {"share": "share", "time saved": "time_saved", "memory saved": "memory_saved"}),
     (error, {"loss diff": "loss_difference", "err out": "error_out", "err grad": "error_grad"}),
     (bytes_, {"memory": "memory_bytes", "cache size": "cache_bytes"}),
     ("{:.4f}".format, {"final loss": "final_loss", "seed noise": "seed_noise"}),
     ("{:+.3%}".format, {"off": "difference"}),
     ("{:.1f}".format, {"compile s": "compile_s"}),
 ]
-COLUMNS = {
-    "B": Column("B", lambda r: r.get("batch_size", r["point"]["B"])),
-    "T": Column("T", lambda r: r["point"]["T"]),
-    "H": Column("H", lambda r: heads(r["point"]["H"], r["point"]["Hkv"])),
-    "D": Column("D", lambda r: r["point"]["D"]),
-    "window": Column("window", lambda r: r["point"]["window"]),
-    "prompt": Column("prompt", lambda r: r["point"]["P"]),
-    "cache": Column("cache", cache),
-    "quartiles": Column("quartiles", spread),
-    "rounds": Column("rounds", lambda r: len(r["rounds"])),
-    "warm-up s": Column("warm-up s", lambda r: r["setup_s"] + r["warm_up_s"], "{:.1f}".format),
-    "kernel": Column("kernel", kernel_names),
-    **{title: Column(title, of, show) for show, names in FORMATS for title, of in names.items()},
-}
+COLUMNS = {title: (field, show) for show, names in FORMATS for title, field in names.items()}
 
 
-def named(titles: str) -> list[Column]:
-    return [COLUMNS[title] for title in titles.split(", ")]
+def cell(title: str, row: Row) -> str:
+    if title in COMPUTED:
+        return str(COMPUTED[title](row))
+    field, show = COLUMNS[title]
+    value = {**row.get("point", {}), **row}.get(field)
+    return "-" if value is None else show(value)
 
 
-EXPLAINED = (
-    "quartiles: half of the rounds lie between; noisy: more than 5 % apart; level: they overlap "
-    "the fastest row's"
-)
+def table(columns: str, rows: list[Row], of: str = "") -> Cells:
+    """`of`: a given peak."""
+    titles = columns.split(", ")
+    titled = {title: (title.removesuffix("of peak") + of).strip() for title in RELATIVE if of}
+    head = [titled.get(title, title) for title in titles]
+    return head, [[cell(title, row) for title in titles] for row in rows]
 
 
-def table(columns: Sequence[Column], rows: list[Row], of: str = "") -> Cells:
-    head = [c.title + of if c.title in RELATIVE else c.title for c in columns]
-    head = [of.strip() if of and title == "of peak" else title for title in head]
-    return head, [[column.cell(row) for column in columns] for row in rows]
-
-
-def measured(titles: str, rows: list[Row], of: str = "") -> Cells:
+def measured(columns: str, rows: list[Row], of: str = "") -> Cells:
     """Measured rows; "level": with the fastest."""
-    level = [id(row) for group in groups(rows).values() for row in fastest_of(group)[1]]
-    head, lines = table(named(f"backend, {titles}"), rows, of)
+    head, lines = table(f"backend, {columns}", rows, of)
+    level = [id(row) for *_, others in contests(rows) for row in others]
     for row, line in zip(rows, lines):
         line[head.index("quartiles")] += " level" if id(row) in level else ""
     return head, lines
 
 
 def missing(rows: list[Row]) -> Cells:
-    seen: dict[tuple[str, str, str], list[str]] = {}
+    places = defaultdict(list)
     for row in (row for row in rows if row["status"] != "ok"):
-        key = (row["backend"], row["status"], "; ".join(row["why"]))
-        seen.setdefault(key, []).append(where(row["point"], row["mode"]))
-    lines = []
-    for (name, status, why), places in seen.items():
-        at = f" ({'; '.join(places)})" if status != "unavailable" else ""
-        lines.append([name, status + at, why])
-    return ["backend", "status", "why"], lines
+        at = where(row["point"], row["mode"])
+        places[row["backend"], row["status"], "; ".join(row["why"])].append(at)
+    return ["backend", "status", "why"], [
+        [name, status if status == "unavailable" else f"{status} ({'; '.join(its)})", why]
+        for (name, status, why), its in places.items()
+    ]
 
 
 def markdown(cells: Cells, terminal: bool = False) -> str:
@@ -182,43 +188,37 @@ def markdown(cells: Cells, terminal: bool = False) -> str:
     return "\n".join(f"| {' | '.join(map(str.ljust, row, widths))} |" for row in rows)
 
 
-def groups(rows: list[Row]) -> dict[tuple[str, int], list[Row]]:
-    """Competing rows by point and length: other caches compete, other constraints do not."""
-    found: dict[tuple[str, int], list[Row]] = {}
-    for row in rows:
-        at = {name: row["point"].get(name) for name in SAME}
-        at["Hkv"] = at["Hkv"] if at["Hkv"] != at["H"] else None
-        found.setdefault((where(at, row["mode"]), row["point"].get("T", 0)), []).append(row)
-    return found
-
-
-def fastest_of(rows: list[Row]) -> tuple[Row, list[Row]]:
-    """The fastest row, and those with overlapping quartiles, per sequence."""
+def contests(rows: list[Row]) -> Iterator[tuple[str, int, Row, list[Row]]]:
+    """Place, tokens, the fastest, the others level with it, per sequence: other caches compete,
+    other constraints do not."""
 
     def time(row: Row, name: str = "ms") -> float:
         return row[name] / row.get("batch_size", 1)
 
-    best = min(rows, key=time)
-    upper = time(best, "q3_ms")
-    return best, [row for row in rows if row is not best and time(row, "q1_ms") <= upper]
+    equal = defaultdict(list)
+    for row in rows:
+        at = {name: row["point"].get(name) for name in SAME}
+        at["Hkv"] = at["Hkv"] if at["Hkv"] != at["H"] else None
+        equal[where(at, row["mode"]), row["point"].get("T", 0)].append(row)
+    for (place, T), its in sorted(equal.items()):
+        best = min(its, key=time)
+        upper = time(best, "q3_ms")
+        yield place, T, best, [r for r in its if r is not best and time(r, "q1_ms") <= upper]
 
 
 def fastest(rows: list[Row]) -> list[str]:
-    wins = [(place, winner(group), T) for (place, T), group in sorted(groups(rows).items())]
+    wins: dict[str, dict[int, str]] = defaultdict(dict)  # place: tokens: winner
+    for place, T, best, level in contests(rows):
+        n, (name, *others) = len(best["rounds"]), map(label, (best, *level))
+        remarks = [f"{count(n, 'round')}: noisy"] if n < ENOUGH else []
+        remarks += [f"level: {', '.join(dict.fromkeys(others))}"] if level else []
+        wins[place][T] = name + (f" ({'; '.join(remarks)})" if remarks else "")
     found = []
-    for place, its in groupby(wins, key=itemgetter(0)):
-        firsts = [next(run) for _, run in groupby(its, key=itemgetter(1))]
-        parts = [name + (f" from {T:,} tokens on" if T else "") for _, name, T in firsts]
-        found.append(f"{place}: {', then '.join(parts)}")
+    for place, by_length in wins.items():
+        firsts = [next(run) for _, run in groupby(by_length.items(), key=lambda win: win[1])]
+        names = (name + (f" from {T:,} tokens on" if T else "") for T, name in firsts)
+        found.append(f"{place}: {', then '.join(names)}")
     return found
-
-
-def winner(rows: list[Row]) -> str:
-    best, level = fastest_of(rows)
-    n = len(best["rounds"])
-    remarks = [f"{count(n, 'round')}: noisy"] if n < ENOUGH else []
-    remarks += [f"level: {', '.join(dict.fromkeys(map(label, level)))}"] if level else []
-    return label(best) + (f" ({'; '.join(remarks)})" if remarks else "")
 
 
 def label(row: Row) -> str:
