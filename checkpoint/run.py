@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -86,7 +87,7 @@ class Saver:
                 **state,
             },
         }
-        if distributed.world_size == 1 and not is_sharded(model):
+        if distributed.world_size == 1:
             contents["weights"] = model.state_dict()
         else:
             contents["shards"] = tensors(model, optimizer)
@@ -132,14 +133,16 @@ class Saver:
         if config.init_from != "resume":
             return 0, 0, not config.eval_on_start
         saved = store.load(store.latest(config.out_dir))
-        step, self.best_loss = restore(saved, model, optimizer, scaler, config.seed, distributed)
-        before, state = saved.read("train", TrainConfig), saved.state
+        restore(saved, model, optimizer, scaler, config.seed, distributed)
+        before, step, state = saved.read("train", TrainConfig), saved.step, saved.state
         tokens = state.get("sequences_seen", step * before.global_batch) * before.block_size
         seen = math.ceil(tokens / config.block_size)
         where = printable(config.out_dir)
         distributed.say(f"resuming {where} after step {step} and {seen:,} sequences")
         if (was := before.global_batch) != (now := config.global_batch):
             distributed.say(f"a step has {now:,} sequences, before {was:,}")
+        best = state.get("best_val_loss")
+        self.best_loss = math.inf if best is None else best
         self.best_since = state.get("best_since", 0)
         mask = before.document_mask != config.document_mask
         if mask or state.get("val_windows", self.val_windows) != self.val_windows:
@@ -151,6 +154,22 @@ class Saver:
             self.best_since = step
         due = step % config.eval_interval == 0 or step == config.max_iters
         return step, seen, not due or state.get("val_loss") is not None
+
+
+def set_aside(out_dir: str | Path) -> Path | None:
+    """Archive an earlier run, if any, in out_dir/earlier-N."""
+    out_dir = Path(out_dir)
+    if not (found := store.folders(out_dir)):
+        return None
+    target = next(p for n in count(1) if not (p := out_dir / f"earlier-{n}").exists())
+    try:
+        target.mkdir()
+        for path in [*found, out_dir / "metrics.jsonl", out_dir / "loss.png"]:
+            with suppress(FileNotFoundError):
+                path.rename(target / path.name)
+    except OSError as e:
+        raise FileError(f"cannot move the earlier run to {target} ({e.strerror})") from e
+    return target
 
 
 def gathered(model: GPT) -> GPT:
@@ -273,14 +292,12 @@ def build_model(loaded: Loaded[TrainConfig], meta: Json) -> GPT:
 
 def restore(saved: Checkpoint, model: GPT, optimizer: torch.optim.Optimizer,
             scaler: torch.amp.GradScaler, seed: int,
-            distributed: DistInfo) -> tuple[int, float]:  # fmt: skip
-    """Restore tensors, whole or sharded; return (step, lowest validation loss). Raises UserError on
-    all processes."""
+            distributed: DistInfo) -> None:  # fmt: skip
+    """Tensors, whole or sharded, and random states. Raises UserError on all processes."""
     with store.together(distributed):
         rest, targets = saved.rest(), tensors(model, optimizer)
         if saved.sharded:
-            store.check_shapes(targets, saved.shards(lambda s: s.empty), str(saved.folder))
-            saved.shards(lambda shards: shards.fill(targets))
+            store.read_file(saved.folder, store.INDEX, lambda i: store.read_shards(i, targets))
         else:
             values = {f"model.{name}": value for name, value in saved.weights().items()}
             state = rest["optimizer"].get("state", {})
@@ -298,5 +315,3 @@ def restore(saved: Checkpoint, model: GPT, optimizer: torch.optim.Optimizer,
         set_random_state(rest["rng"][distributed.rank], distributed.device)
     else:  # other dropout than before
         torch.manual_seed(seed + 7919 * saved.step + distributed.rank)
-    best = saved.state.get("best_val_loss")
-    return saved.step, math.inf if best is None else best

@@ -90,18 +90,18 @@ def test_a_missing_window_is_that_of_transformers(family, transformers):
 
 
 REFUSED: dict[str, dict[str, Any]] = {
-    "rope_type='yarn'": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-    "rope_type='linear'": {"rope_scaling": {"type": "linear", "factor": 2.0}},
+    "rope_type.*'yarn'": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+    "rope_type.*'linear'": {"rope_scaling": {"type": "linear", "factor": 2.0}},
     "full_attention": {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
-    "type": {"rope_scaling": "linear"}, "another type": {"rope_parameters": 3},
-    "model_type": {"model_type": ["llama"]},
-    "of another": {"model_type": "qwen3", "layer_types": 5},
+    "rope_scaling": {"rope_scaling": "linear"}, "rope_parameters.*3": {"rope_parameters": 3},
+    "model_type": {"model_type": ["llama"]}, "layer_types.*5": {"layer_types": 5},
+    "max_window_layers": {"max_window_layers": "a"},
     "rotary": {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
     "attention_bias": {"attention_bias": True}, "mlp_bias": {"mlp_bias": True},
     "hidden_act": {"hidden_act": "gelu"}, "layer_types": {"layer_types": ["full_attention"]},
     "quantization_config": {"quantization_config": {"quant_method": "fp8"}},
     "chunked": {"model_type": "qwen3", "layer_types": ["full_attention", "chunked_attention"]},
-    "activation_function=None": {"model_type": "gpt2", "activation_function": None},
+    "activation_function.*None": {"model_type": "gpt2", "activation_function": None},
     "'mixtral'": {"model_type": "mixtral"}, "'qwen3_moe'": {"model_type": "qwen3_moe"},
 }
 
