@@ -22,7 +22,7 @@ from checkpoint.store import Checkpoint
 from core import background, runtime
 from core.files import command, printable
 from core.optimizer import numbers, tensors
-from core.options import TrainConfig
+from core.options import ModelOptions, TrainConfig
 from core.parallel import DistInfo, fill, is_sharded, whole
 from core.runtime import dtype_name, pick_device, pick_dtype, random_state, set_random_state
 from core.settings import Loaded, user_errors
@@ -31,19 +31,17 @@ from data.schema import FileError, Json
 from data.tokenizer import same
 from model import GPT
 
-# Fixed by the weights.
-SHAPE = ("n_layer", "n_head", "n_kv_head", "n_embd", "bias", "gelu", "position", "norm", "mlp",
-         "qk_norm", "tied")  # fmt: skip
+FREE = {"block_size", "vocab_size", "dropout", "attention_backend"}
+FIXED = [f.name for f in fields(ModelOptions) if f.name not in FREE]  # by the weights
 
 
 def resume_command(out_dir: str, distributed: DistInfo) -> str:
     """Resume this run; before its first checkpoint the given command."""
-    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    newest = store.folders(out_dir)[-1:]
-    own = False
-    with suppress(FileNotFoundError):  # just moved or deleted
-        own = any(again or p.stat().st_mtime >= distributed.began for p in newest)
-    words = ["--init_from=resume", f"--out_dir={out_dir}"] if own else sys.argv[1:]
+    began = 0 if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" else distributed.began
+    words = sys.argv[1:]
+    with suppress(FileNotFoundError, IndexError):  # just moved or deleted; none
+        if store.folders(out_dir)[-1].stat().st_mtime >= began:
+            words = ["--init_from=resume", f"--out_dir={out_dir}"]
     return f"{distributed.launcher} train.py {command(*words)}"
 
 
@@ -67,14 +65,17 @@ class Saver:
         distributed = self.distributed
         if val_loss is not None:
             self.best_loss = min(self.best_loss, val_loss)
-        train, sizes = asdict(self.config), asdict(model.config)
         contents: Json = {
             "optimizer": {
                 "scaler": scaler.state_dict(),
                 "rng": distributed.gather(random_state(distributed.device)),
                 "optimizer": optimizer.state_dict(),
             },
-            "settings": {"train": train, "model": sizes, "tokenizer": self.tokenizer},
+            "settings": {
+                "train": asdict(self.config),
+                "model": asdict(model.config),
+                "tokenizer": self.tokenizer,
+            },
             "state": {
                 "step": step,
                 "val_loss": val_loss,
@@ -99,16 +100,15 @@ class Saver:
             self._write(contents)
 
     def _write(self, contents: Json) -> None:
-        device = self.distributed.device
+        config, device = self.config, self.distributed.device
         # Training uses `control` at the same time.
         distributed = replace(self.distributed, control=self.distributed.disk)
-        out_dir = self.config.out_dir
-        if distributed.main and not Path(out_dir).exists():
-            store.log.warning("%s was deleted: it is created again", printable(out_dir))
+        if distributed.main and not Path(config.out_dir).exists():
+            store.log.warning("%s was deleted: it is created again", printable(config.out_dir))
         # A new thread starts on device 0.
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            keep = self.config.keep_checkpoints
-            store.save(out_dir, keep=keep, **contents, distributed=distributed)
+            keep = config.keep_checkpoints
+            store.save(config.out_dir, keep=keep, distributed=distributed, **contents)
 
     def wait(self) -> None:
         written, self._written = self._written, None
@@ -120,9 +120,8 @@ class Saver:
         if self._written is not None:
             self._written.exception()  # wait() raises it
         out_dir = self.config.out_dir
-        good = "there is no checkpoint yet"
-        if found := store.folders(out_dir):
-            good = f"{printable(found[-1])} is the last good checkpoint"
+        found = [f"{printable(p)} is the last good checkpoint" for p in store.folders(out_dir)]
+        good = found[-1] if found else "there is no checkpoint yet"
         return f"{good}; to continue: {resume_command(out_dir, self.distributed)}"
 
     def restore(self, model: GPT, optimizer: torch.optim.Optimizer,
@@ -200,11 +199,11 @@ def resumed(loaded: Loaded[TrainConfig]) -> Loaded[TrainConfig]:
     settings = loaded.settings
     saved = store.load(store.latest(settings.out_dir))
     folder = printable(saved.folder)
-    before = saved.read("train", type(settings))
+    before = saved.read("train", TrainConfig)
     changes: Json = {name: getattr(settings, name) for name in (*loaded.origins, "out_dir")}
     # After init_from other weights the sizes are theirs, not its settings'.
-    backend = {k: v for k, v in changes.items() if k == "attention_backend"}
-    model, names = saved.config(**backend), (*SHAPE, "attention_window", "attention_backend")
+    model = saved.config(**{k: v for k, v in changes.items() if k == "attention_backend"})
+    names = (*FIXED, "attention_window", "attention_backend")
     before = replace(before, **{name: getattr(model, name) for name in names})
     if (kept := before.optimizer) != (wanted := changes.get("optimizer", kept)):
         why = f"{folder} was trained with --optimizer={kept}, whose state {wanted} cannot use"
@@ -272,7 +271,7 @@ def build_model(loaded: Loaded[TrainConfig], meta: Json) -> GPT:
     known = meta["tokenizer"]["name"] == "gpt2" or trained_on(source) == Path(config.dataset).name
     if tokenizer is None and not (known and fits(V, has)):
         store.log.warning(f"{sized} has no tokenizer: its own may differ from that of {dataset}")
-    for name in (*SHAPE, "vocab_size", *(["block_size"] if resuming else [])):
+    for name in (*FIXED, "vocab_size", *(["block_size"] if resuming else [])):
         have, want = getattr(model.config, name), getattr(config, name)
         if name == "n_kv_head":
             have, want = model.config.kv_heads, want or model.config.n_head

@@ -4,9 +4,8 @@
     optimizer.pt        optimizer, gradient scaler and random states
     settings.json       settings of the run, model sizes, tokenizer
     train_state.json    step, losses, data position, attention backend and kernels
-    shards/             of several processes: weights and optimizer state; each wrote its rows to
-                        __0_0.distcp ...: parts of tensors, by torch.save. index.json: dtype and
-                        shape of each tensor; place and CRC-32 of each part
+    shards/             of several processes: a file of each, index.json: where each part of a
+                        tensor is, with its CRC-32
     checksums.json      CRC-32 of each file (not of older versions)
 
 Written under another name, synced and renamed. Loading never runs code, which the pickled index of
@@ -52,11 +51,10 @@ INDEX = "shards/index.json"
 T = TypeVar("T")
 _warn_once = cache(log.warning)
 Settings = record(train=Json, model=Json, tokenizer=Json)
-Loss = float | None
-State = record(step=Count, optional={"val_loss": Loss, "best_val_loss": Loss, "best_since": Count,
-                                     "sequences_seen": Count})  # fmt: skip
-Optimizer = record(optional={"state": dict[int, Json]})  # not if sharded
-Rest = record(optimizer=Optimizer, scaler=Json, rng=list[Json])  # rng: of each rank
+State = record(step=Count, optional={"val_loss": float | None, "best_val_loss": float | None,
+                                     "best_since": Count, "sequences_seen": Count})  # fmt: skip
+Moments = record(optional={"state": dict[int, Json]})  # not if sharded
+Rest = record(optimizer=Moments, scaler=Json, rng=list[Json])  # rng: of each rank
 Part = record(at=list[Count], shape=list[Count], file=str, offset=Count, length=Count,
               optional={"crc32": int})  # fmt: skip  # which older versions lack
 Parts = list[Part]  # type: ignore[valid-type]
@@ -161,9 +159,8 @@ def own_checkpoint(init_from: str) -> Path | None:
     """A run's newest checkpoint, or the folder if it is one."""
     if found := folders(init_from):
         return found[-1]
-    names = "settings.json", "train_state.json"
-    path = Path(init_from)
-    return path if any(os.path.exists(path / name) for name in names) else None
+    files = (os.path.join(init_from, name) for name in ("settings.json", "train_state.json"))
+    return Path(init_from) if any(map(os.path.exists, files)) else None
 
 
 def new_model(config: GPTConfig, policy: Policy, origin: str,
