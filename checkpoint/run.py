@@ -161,13 +161,11 @@ def set_aside(out_dir: str | Path) -> Path | None:
     if not (found := store.folders(out_dir)):
         return None
     target = next(p for n in count(1) if not (p := out_dir / f"earlier-{n}").exists())
-    try:
+    with user_errors(f"cannot move the earlier run to {printable(target)}: "):
         target.mkdir()
         for path in [*found, out_dir / "metrics.jsonl", out_dir / "loss.png"]:
             with suppress(FileNotFoundError):
                 path.rename(target / path.name)
-    except OSError as e:
-        raise FileError(f"cannot move the earlier run to {target} ({e.strerror})") from e
     return target
 
 
@@ -226,11 +224,9 @@ def resumed(loaded: Loaded[TrainConfig]) -> Loaded[TrainConfig]:
     if before.dtype == "auto":
         there = pick_device(changes.get("device", before.device))
         usual["dtype"] = dtype_name(pick_dtype("auto", there))
-    try:
+    with user_errors(f"resuming {folder}: "):
         merged = replace(before, **{**usual, **changes})
-    except ValueError as e:
-        raise FileError(f"{e} (resuming {folder})") from e
-    origins = dict.fromkeys((f.name for f in fields(settings)), folder) | loaded.origins
+    origins = dict.fromkeys(vars(settings), folder) | loaded.origins
     return Loaded(merged, origins)
 
 
@@ -282,10 +278,8 @@ def build_model(loaded: Loaded[TrainConfig], meta: Json) -> GPT:
     if "block_size" not in loaded.origins:
         ours = Path(source).is_file() or store.own_checkpoint(source)
         T = have if ours else min(T, have)  # transformers' may be more than fits
-    try:
+    with user_errors(f"{named}: "):
         model.crop_block_size(T)
-    except ValueError as e:
-        raise FileError(f"{e} ({named})") from e
     return model
 
 
