@@ -183,7 +183,8 @@ def test_a_run_is_the_same_there(shape, tokenizer, gpt2, transformers, tmp_path)
         assert (tmp_path / "again" / file).read_bytes() == (tmp_path / "tiny" / file).read_bytes()
     assert run(tmp_path, tmp_path / "tuned", init_from=source, dataset="again").code == 0
     if ours.eot is None:
-        prepare(kind, tmp_path / "other", source=text)
+        (less := tmp_path / "less.txt").write_text(TEXT.replace("w", "v"))
+        prepare("shakespeare_char", tmp_path / "other", source=str(less))
         said = refusal(run(tmp_path, tmp_path / "no", init_from=source, dataset="other"))
         assert "--dataset=other" in said and f"--tokenizer={source}" in said
         with pytest.raises(UserError, match="ends a document"):
