@@ -74,27 +74,22 @@ SUPPORTED = {  # in config.json; other fields are free
 }  # fmt: skip
 
 
-def _load_nanogpt(path: str, policy: Policy, **changes: object) -> GPT:
-    """Load a nanoGPT ckpt.pt. Raises UserError."""
-    file, origin = Path(path), f"{path} is not nanoGPT's, with model and model_args"
+def init_model(source: str, policy: Policy = Policy(), **changes: object) -> GPT:
+    """Load a checkpoint, a run, a ckpt.pt, or as load_hf(). Raises UserError."""
+    if own := store.own_checkpoint(source):
+        return store.load(own).model(policy, **changes)
+    if not Path(source).is_file():
+        return load_hf(source, policy, **changes)
+    file, origin = Path(source), f"{source} is not nanoGPT's, with model and model_args"
     saved = valid(store.read_file(file.parent, file.name, store.load_torch), NanoGPT, origin)
     fields = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout")
     sizes = {f: saved["model_args"][f] for f in fields if f in saved["model_args"]}
-    config = from_dict(GPTConfig, {**sizes, **changes}, path)
+    config = from_dict(GPTConfig, {**sizes, **changes}, source)
     prefix = r"((_orig_mod|module)\.)*"  # of torch.compile and DDP
     weights = {re.sub(prefix, "", name, count=1): t for name, t in saved["model"].items()}
     derived = (*MASKS, "lm_head.weight")
     weights = {name: t for name, t in weights.items() if not name.endswith(derived)}
-    return store.new_model(config, policy, path, weights)
-
-
-def init_model(source: str, policy: Policy = Policy(), **changes: object) -> GPT:
-    """Load a checkpoint, a run, a ckpt.pt, or as load_hf()."""
-    if Path(source).is_file():
-        return _load_nanogpt(source, policy, **changes)
-    if own := store.own_checkpoint(source):
-        return store.load(own).model(policy, **changes)
-    return load_hf(source, policy, **changes)
+    return store.new_model(config, policy, source, weights)
 
 
 def tokenizer_meta(source: str) -> Json | None:
