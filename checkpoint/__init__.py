@@ -2,5 +2,5 @@
 
 import core.settings  # first: makes Ctrl-C one line
 from checkpoint.families import init_model, load_hf, save_hf, tokenizer_meta, trained_on
-from checkpoint.run import Saver, build_model, explained, gathered, restarted, resumed
-from checkpoint.store import Checkpoint, best_folder, folders, latest, load, save, set_aside
+from checkpoint.run import Saver, build_model, explained, gathered, restarted, resumed, set_aside
+from checkpoint.store import Checkpoint, best_folder, folders, latest, load, save

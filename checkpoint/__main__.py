@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -32,15 +33,17 @@ class ExportConfig:
 
 def main(argv: list[str]) -> int:
     config = read(ExportConfig, argv, positional="command").settings
-    if len(config.command) != 2 or config.command[0] != "export" or not config.command[1]:
+    name, folder = (*config.command, "", "")[:2]
+    if name != "export" or not folder or config.command[2:]:
         raise FileError("usage: python -m checkpoint export FOLDER [--to=PLACE]")
-    to = Path(config.to or f"{config.command[1]}/export")
-    if (source := store.own_checkpoint(config.command[1])) is None:
-        raise FileError(f"no checkpoint in {config.command[1]}")
+    to = Path(config.to or f"{folder}/export")
+    if (source := store.own_checkpoint(folder)) is None:
+        raise FileError(f"no checkpoint in {folder}")
     if to.exists():
         raise FileError(f"{to} exists: name a new folder, or delete it")
     saved = store.load(source)
     model, partial = saved.model(), to.with_name(f".{to.name}.partial")
+    new = [path for path in partial.parents if not path.exists()]
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
@@ -55,6 +58,9 @@ def main(argv: list[str]) -> int:
         raise FileError(f"could not write {to} ({store.disk_error(e)})") from e
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+        with suppress(OSError):  # not empty: it holds the export
+            for path in new:
+                path.rmdir()
     print(f"exported {printable(source)} to {printable(to)} ({config.format})")
     return 0
 
@@ -72,15 +78,15 @@ def export(model: GPT, saved: Checkpoint, folder: Path) -> None:
     save_hf(model, folder, tokenizer.vocab_size, **ids)
     store.save_json(content, folder / "tokenizer.json")
     special = {token["id"]: token["content"] for token in content["added_tokens"]}
+    unknown = content["model"].get("unk_token")  # ctranslate2 expects one
+    names = {"bos_token": special.get(bos), "eos_token": special.get(eot)}
+    names["unk_token"] = unknown if unknown in special.values() else special.get(eot)
     tokens = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": model.config.block_size,
         "clean_up_tokenization_spaces": False,
+        **{name: token for name, token in names.items() if token is not None},
     }
-    unknown = content["model"].get("unk_token")  # ctranslate2 expects one
-    names = {"bos_token": special.get(bos), "eos_token": special.get(eot)}
-    names["unk_token"] = unknown if unknown in special.values() else special.get(eot)
-    tokens |= {name: token for name, token in names.items() if token is not None}
     store.save_json(tokens, folder / "tokenizer_config.json")
     ids |= {"do_sample": True, "max_new_tokens": 100}  # else a server ignores the temperature
     if tokenizer.unused:

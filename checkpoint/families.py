@@ -9,17 +9,18 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import Field
 from safetensors.torch import load_file
 from torch import Tensor
 
 from attention import Policy
 from checkpoint import store
 from core.files import printable
-from core.settings import UserError, first_line, from_dict
-from data.schema import FileError, Json, read_json, record, valid
+from core.settings import first_line, from_dict
+from data.schema import Count, FileError, Json, read_json, record, valid
 from data.tokenizer import ENDS_IN, OTHER_FILES, FileTokenizer, GPT2Tokenizer
 from model import GPT, GPTConfig
 
@@ -28,7 +29,6 @@ WEIGHTS = "model.safetensors"
 SHARD = 5_000_000_000  # bytes of a file
 NanoGPT = record(model=Json, model_args=Json)
 Listed = record(weight_map=dict[str, str])
-GELUS = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "exact"}
 SIZES = {  # GPTConfig's field -> config.json's
     "gpt2": {"n_layer": "n_layer", "n_head": "n_head", "n_embd": "n_embd",
              "vocab_size": "vocab_size", "block_size": "n_positions"},
@@ -62,36 +62,34 @@ ASSUMED: dict[str, Json] = {
     "qwen2": {"sliding_window": 4096, "num_key_value_heads": 32},
     "qwen3": {"sliding_window": 4096, "num_key_value_heads": 32, "head_dim": 128},
 }
-# Supported values, or None.
-FIXED: dict[str, tuple[Any, ...]] = {
-    "scale_attn_weights": (True,), "mlp_bias": (False,),
-    "scale_attn_by_inverse_layer_idx": (False,), "hidden_act": ("silu",), "pretraining_tp": (1,),
-    "attention_bias": (False,), "partial_rotary_factor": (1,), "rope_interleaved": (False,),
-    "quantization_config": (None,), "add_cross_attention": (False,),
+GELUS = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "exact"}
+No, One = Literal[False] | None, Annotated[float, Field(ge=1, le=1)] | None
+SUPPORTED = {  # in config.json; other fields are free
+    "scale_attn_weights": Literal[True] | None, "scale_attn_by_inverse_layer_idx": No,
+    "add_cross_attention": No, "attention_bias": No, "mlp_bias": No, "rope_interleaved": No,
+    "hidden_act": Literal["silu"] | None, "pretraining_tp": One, "partial_rotary_factor": One,
+    "quantization_config": None, "rope_scaling": Json | None, "rope_parameters": Json | None,
+    "layer_types": list[Literal["full_attention", "sliding_attention"]] | None,
+    "max_window_layers": Count | None,
 }  # fmt: skip
 
 
-def _load_nanogpt(path: str, policy: Policy, **changes: object) -> GPT:
-    """Load a nanoGPT ckpt.pt. Raises UserError."""
-    file, origin = Path(path), f"{path} is not nanoGPT's, with model and model_args"
+def init_model(source: str, policy: Policy = Policy(), **changes: object) -> GPT:
+    """Load a checkpoint, a run, a ckpt.pt, or as load_hf(). Raises UserError."""
+    if own := store.own_checkpoint(source):
+        return store.load(own).model(policy, **changes)
+    if not Path(source).is_file():
+        return load_hf(source, policy, **changes)
+    file, origin = Path(source), f"{source} is not nanoGPT's, with model and model_args"
     saved = valid(store.read_file(file.parent, file.name, store.load_torch), NanoGPT, origin)
     fields = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout")
     sizes = {f: saved["model_args"][f] for f in fields if f in saved["model_args"]}
-    config = from_dict(GPTConfig, {**sizes, **changes}, path)
+    config = from_dict(GPTConfig, {**sizes, **changes}, source)
     prefix = r"((_orig_mod|module)\.)*"  # of torch.compile and DDP
     weights = {re.sub(prefix, "", name, count=1): t for name, t in saved["model"].items()}
     derived = (*MASKS, "lm_head.weight")
     weights = {name: t for name, t in weights.items() if not name.endswith(derived)}
-    return store.new_model(config, policy, path, weights)
-
-
-def init_model(source: str, policy: Policy = Policy(), **changes: object) -> GPT:
-    """Load a checkpoint, a run, a ckpt.pt, or as load_hf()."""
-    if Path(source).is_file():
-        return _load_nanogpt(source, policy, **changes)
-    if own := store.own_checkpoint(source):
-        return store.load(own).model(policy, **changes)
-    return load_hf(source, policy, **changes)
+    return store.new_model(config, policy, source, weights)
 
 
 def tokenizer_meta(source: str) -> Json | None:
@@ -162,7 +160,7 @@ def save_hf(model: GPT, folder: str | Path, vocab_size: int | None = None, **mor
     folder.mkdir(parents=True, exist_ok=True)
     rows = ("transformer.wte.weight", "lm_head.weight")
     own = {name: t[:V] if name in rows else t for name, t in model.state_dict().items()}
-    weights = write_weights(own, gpt, config["model_type"])
+    weights = write_weights(own, gpt)
     parts: list[dict[str, Tensor]] = [{}]
     for name, tensor in weights.items():
         if parts[-1] and sum(t.nbytes for t in (*parts[-1].values(), tensor)) > SHARD:
@@ -183,68 +181,53 @@ def save_hf(model: GPT, folder: str | Path, vocab_size: int | None = None, **mor
 def read_config(saved: Any, source: str, **changes: object) -> GPTConfig:
     """Raises UserError for what GPTConfig cannot hold."""
     source = f"config.json of {printable(source)}"
-    kind = saved.get("model_type") if isinstance(saved, dict) else None
-    if not isinstance(kind, str) or kind not in ASSUMED:
-        raise FileError(f"{source} has model_type={kind!r}, expected one of {', '.join(ASSUMED)}")
-    saved = ASSUMED[kind] | saved
-    fixed = FIXED | ({"activation_function": (*GELUS,)} if kind == "gpt2" else {})
-    for name, values in fixed.items():
-        if name in saved and saved[name] not in values + (None,) * (name in FIXED):
-            expected = " or ".join(map(repr, values))
-            raise FileError(f"{source} has {name}={saved[name]!r}, expected {expected}")
+    kind = valid(saved, record(model_type=Literal[tuple(ASSUMED)]), source)["model_type"]
     family = "gpt2" if kind == "gpt2" else "llama"
-    if lacking := [name for name in SIZES[family].values() if name not in saved]:
-        raise FileError(f"{source} lacks {', '.join(lacking)}")
-    sizes = {ours: saved[theirs] for ours, theirs in SIZES[family].items()}
-    try:
-        more = _from_llama(kind, saved) if kind != "gpt2" else {
-            "bias": True, "gelu": GELUS[saved["activation_function"]],
-            "n_hidden": saved.get("n_inner"), "norm_eps": saved["layer_norm_epsilon"],
-            "tied": saved.get("tie_word_embeddings", True)}  # fmt: skip
-    except UserError as e:
-        raise FileError(f"{source} has {e}") from None
-    except (TypeError, AttributeError, ValueError) as e:
-        raise FileError(f"{source} has a value of another type ({e})") from e
-    return from_dict(GPTConfig, {**sizes, **HAS[family], **more, **changes}, source)
+    needed: Json = dict.fromkeys(SIZES[family].values(), int)
+    needed |= {"activation_function": Literal[tuple(GELUS)]} if kind == "gpt2" else {}
+    saved = valid(ASSUMED[kind] | saved, record(SUPPORTED, **needed), source)
+    found = {ours: saved[theirs] for ours, theirs in SIZES[family].items()} | HAS[family]
+    found |= _from_llama(kind, saved, source) if kind != "gpt2" else {
+        "bias": True, "gelu": GELUS[saved["activation_function"]],
+        "n_hidden": saved.get("n_inner"), "norm_eps": saved["layer_norm_epsilon"],
+        "tied": saved.get("tie_word_embeddings", True)}  # fmt: skip
+    return from_dict(GPTConfig, found | changes, source)
 
 
-def _from_llama(kind: str, saved: Json) -> Json:
+def _from_llama(kind: str, saved: Json, source: str) -> Json:
     # Version 5 has rope_parameters; earlier ones rope_theta and rope_scaling.
     rope = {"rope_theta": saved.get("rope_theta", 10000.0)} | (saved.get("rope_scaling") or {})
     rope |= saved.get("rope_parameters") or {}
     if nested := [name for name, value in rope.items() if isinstance(value, dict)]:
-        raise FileError(f"rope_parameters of {nested[0]} alone")
+        raise FileError(f"{source} has rope_parameters of {nested[0]} alone")
     how = rope.get("rope_type", rope.get("type", "default"))
-    if how not in ("default", "llama3"):
-        raise FileError(f"rope_type={how!r}, expected 'default' or 'llama3'")
-    if (part := rope.get("partial_rotary_factor", 1)) != 1:
-        raise FileError(f"partial_rotary_factor={part}, expected 1")
-    if how == "llama3" and (lacking := [name for name in ROPE if name not in rope]):
-        raise FileError(f"a rope_scaling without {', '.join(lacking)}")
+    numbers = dict.fromkeys(ROPE if how == "llama3" else (), float)
+    known = record(SUPPORTED, rope_type=Literal["default", "llama3"], **numbers)
+    valid(rope | {"rope_type": how}, known, f"{source}: rope_parameters")
     return {
         "n_kv_head": saved.get("num_key_value_heads") or saved["num_attention_heads"],
         "head_size": saved.get("head_dim"),
         "norm_eps": saved.get("rms_norm_eps", 1e-6),
         "rope_theta": rope["rope_theta"],
-        "rope_scaling": tuple(rope[name] for name in ROPE) if how == "llama3" else None,
+        "rope_scaling": tuple(rope[name] for name in ROPE) if numbers else None,
         "tied": saved.get("tie_word_embeddings", False),
         "bias": "qkv" if kind == "qwen2" else False,
-        "attention_window": _windows(kind, saved),
+        "attention_window": _windows(kind, saved, source),
         "qk_norm": kind == "qwen3",
     }
 
 
-def _windows(kind: str, saved: Json) -> int | tuple[int | None, ...] | None:
+def _windows(kind: str, saved: Json, source: str) -> int | tuple[int | None, ...] | None:
     """Each layer's window, in keys that a query sees."""
     window, types = saved.get("sliding_window"), saved.get("layer_types")
     n = saved["num_hidden_layers"]
-    if types and (len(types) != n or {*types} - {"full_attention", "sliding_attention"}):
-        raise FileError(f"layer_types={types}")
+    if types and len(types) != n:
+        raise FileError(f"{source} has {len(types)} layer_types, expected {n}")
     if kind == "mistral" or window is None:
         return window
     if kind == "llama" or not saved.get("use_sliding_window", False):
         return None
-    first = saved.get("max_window_layers", 28)
+    first = 28 if (given := saved.get("max_window_layers")) is None else given
     types = types or ["full_attention"] * min(first, n) + ["sliding_attention"] * (n - first)
     return tuple(window if name == "sliding_attention" else None for name in types)
 
@@ -318,17 +301,19 @@ def _to_llama(c: GPTConfig) -> Json:
 
 def read_weights(saved: Mapping[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
     """Our names, in torch.nn.Linear's layout."""
-    left = {name: t for name, t in saved.items() if not name.endswith("rotary_emb.inv_freq")}
+    gpt2 = config.position == "learned"
+    derived = MASKS if gpt2 else "rotary_emb.inv_freq"
+    left = {name: t for name, t in saved.items() if not name.endswith(derived)}
     if config.tied:  # held twice
         left.pop("lm_head.weight", None)
-    if config.position == "learned":
-        whole = ("transformer.", "lm_head.")
-        left = {n if n.startswith(whole) else f"transformer.{n}": t for n, t in left.items()}
-        if (positions := left.get("transformer.wpe.weight")) is not None:
-            left["transformer.wpe.weight"] = positions[: config.block_size]
-        weights = {name: t for name, t in left.items() if not name.endswith(MASKS)}
-        return {name: t.t() if is_conv1d(name) else t for name, t in weights.items()}
     found: dict[str, Tensor] = {}
+    if gpt2:
+        for name, t in left.items():
+            ours = name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
+            found[ours] = t.t() if is_conv1d(ours) else t
+        if (positions := "transformer.wpe.weight") in found:
+            found[positions] = found[positions][: config.block_size]
+        return found
     for ours, theirs in _llama_names(config):
         parts = [left.pop(name) for name in theirs if name in left]
         if len(parts) == len(theirs):
@@ -336,16 +321,15 @@ def read_weights(saved: Mapping[str, Tensor], config: GPTConfig) -> dict[str, Te
     return found | left  # reported as unknown
 
 
-def write_weights(own: Mapping[str, Tensor], config: GPTConfig, kind: str) -> dict[str, Tensor]:
+def write_weights(own: Mapping[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     own = {name: t.detach().cpu() for name, t in own.items()}
-    if kind == "gpt2":
+    if config.position == "learned":
         for name, tensor in own.items():
             found[name] = tensor.t() if is_conv1d(name) else tensor
             bias = name.removesuffix("weight") + "bias"
-            alone = name.endswith(("wte.weight", "wpe.weight", "lm_head.weight", "bias"))
-            if not alone and bias not in own:
-                found[bias] = torch.zeros(tensor.shape[0])  # transformers always has it
+            if re.search(r"\.(ln|c)_\w+\.weight$", name) and bias not in own:
+                found[bias] = torch.zeros(len(tensor))  # transformers always has it
         return found
     D, H, Hkv = config.head_dim, config.n_head, config.kv_heads
     for ours, theirs in _llama_names(config):

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -21,7 +22,7 @@ from checkpoint.store import Checkpoint
 from core import process, runtime
 from core.files import command, printable
 from core.optimizer import numbers, tensors
-from core.options import TrainConfig
+from core.options import ModelOptions, TrainConfig
 from core.parallel import DistInfo, fill, is_sharded, whole
 from core.runtime import dtype_name, pick_device, pick_dtype, random_state, set_random_state
 from core.settings import Loaded, user_errors
@@ -30,19 +31,17 @@ from data.schema import FileError, Json
 from data.tokenizer import same
 from model import GPT
 
-# Fixed by the weights.
-SHAPE = ("n_layer", "n_head", "n_kv_head", "n_embd", "bias", "gelu", "position", "norm", "mlp",
-         "qk_norm", "tied")  # fmt: skip
+FREE = {"block_size", "vocab_size", "dropout", "attention_backend"}
+FIXED = [f.name for f in fields(ModelOptions) if f.name not in FREE]  # by the weights
 
 
 def resume_command(out_dir: str, distributed: DistInfo) -> str:
     """Resume this run; before its first checkpoint the given command."""
-    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    newest = store.folders(out_dir)[-1:]
-    own = False
-    with suppress(FileNotFoundError):  # just moved or deleted
-        own = any(again or p.stat().st_mtime >= distributed.began for p in newest)
-    words = ["--init_from=resume", f"--out_dir={out_dir}"] if own else sys.argv[1:]
+    began = 0 if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" else distributed.began
+    words = sys.argv[1:]
+    with suppress(FileNotFoundError, IndexError):  # just moved or deleted; none
+        if store.folders(out_dir)[-1].stat().st_mtime >= began:
+            words = ["--init_from=resume", f"--out_dir={out_dir}"]
     return f"{distributed.launcher} train.py {command(*words)}"
 
 
@@ -66,14 +65,17 @@ class Saver:
         distributed = self.distributed
         if val_loss is not None:
             self.best_loss = min(self.best_loss, val_loss)
-        train, sizes = asdict(self.config), asdict(model.config)
         contents: Json = {
             "optimizer": {
                 "scaler": scaler.state_dict(),
                 "rng": distributed.gather(random_state(distributed.device)),
                 "optimizer": optimizer.state_dict(),
             },
-            "settings": {"train": train, "model": sizes, "tokenizer": self.tokenizer},
+            "settings": {
+                "train": asdict(self.config),
+                "model": asdict(model.config),
+                "tokenizer": self.tokenizer,
+            },
             "state": {
                 "step": step,
                 "val_loss": val_loss,
@@ -86,7 +88,7 @@ class Saver:
                 **state,
             },
         }
-        if distributed.world_size == 1 and not is_sharded(model):
+        if distributed.world_size == 1:
             contents["weights"] = model.state_dict()
         else:
             contents["shards"] = tensors(model, optimizer)
@@ -98,16 +100,15 @@ class Saver:
             self._write(contents)
 
     def _write(self, contents: Json) -> None:
-        device = self.distributed.device
+        config, device = self.config, self.distributed.device
         # Training uses `control` at the same time.
         distributed = replace(self.distributed, control=self.distributed.disk)
-        out_dir = self.config.out_dir
-        if distributed.main and not Path(out_dir).exists():
-            store.log.warning("%s was deleted: it is created again", printable(out_dir))
+        if distributed.main and not Path(config.out_dir).exists():
+            store.log.warning("%s was deleted: it is created again", printable(config.out_dir))
         # A new thread starts on device 0.
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            keep = self.config.keep_checkpoints
-            store.save(out_dir, keep=keep, **contents, distributed=distributed)
+            keep = config.keep_checkpoints
+            store.save(config.out_dir, keep=keep, distributed=distributed, **contents)
 
     def wait(self) -> None:
         written, self._written = self._written, None
@@ -119,9 +120,8 @@ class Saver:
         if self._written is not None:
             self._written.exception()  # wait() raises it
         out_dir = self.config.out_dir
-        good = "there is no checkpoint yet"
-        if found := store.folders(out_dir):
-            good = f"{printable(found[-1])} is the last good checkpoint"
+        found = [f"{printable(p)} is the last good checkpoint" for p in store.folders(out_dir)]
+        good = found[-1] if found else "there is no checkpoint yet"
         return f"{good}; to continue: {resume_command(out_dir, self.distributed)}"
 
     def restore(self, model: GPT, optimizer: torch.optim.Optimizer,
@@ -132,14 +132,16 @@ class Saver:
         if config.init_from != "resume":
             return 0, 0, not config.eval_on_start
         saved = store.load(store.latest(config.out_dir))
-        step, self.best_loss = restore(saved, model, optimizer, scaler, config.seed, distributed)
-        before, state = saved.read("train", TrainConfig), saved.state
+        restore(saved, model, optimizer, scaler, config.seed, distributed)
+        before, step, state = saved.read("train", TrainConfig), saved.step, saved.state
         tokens = state.get("sequences_seen", step * before.global_batch) * before.block_size
         seen = math.ceil(tokens / config.block_size)
         where = printable(config.out_dir)
         distributed.say(f"resuming {where} after step {step} and {seen:,} sequences")
         if (was := before.global_batch) != (now := config.global_batch):
             distributed.say(f"a step has {now:,} sequences, before {was:,}")
+        best = state.get("best_val_loss")
+        self.best_loss = math.inf if best is None else best
         self.best_since = state.get("best_since", 0)
         mask = before.document_mask != config.document_mask
         if mask or state.get("val_windows", self.val_windows) != self.val_windows:
@@ -151,6 +153,20 @@ class Saver:
             self.best_since = step
         due = step % config.eval_interval == 0 or step == config.max_iters
         return step, seen, not due or state.get("val_loss") is not None
+
+
+def set_aside(out_dir: str | Path) -> Path | None:
+    """Archive an earlier run, if any, in out_dir/earlier-N."""
+    out_dir = Path(out_dir)
+    if not (found := store.folders(out_dir)):
+        return None
+    target = next(p for n in count(1) if not (p := out_dir / f"earlier-{n}").exists())
+    with user_errors(f"cannot move the earlier run to {printable(target)}: "):
+        target.mkdir()
+        for path in [*found, out_dir / "metrics.jsonl", out_dir / "loss.png"]:
+            with suppress(FileNotFoundError):
+                path.rename(target / path.name)
+    return target
 
 
 def gathered(model: GPT) -> GPT:
@@ -181,11 +197,11 @@ def resumed(loaded: Loaded[TrainConfig]) -> Loaded[TrainConfig]:
     settings = loaded.settings
     saved = store.load(store.latest(settings.out_dir))
     folder = printable(saved.folder)
-    before = saved.read("train", type(settings))
+    before = saved.read("train", TrainConfig)
     changes: Json = {name: getattr(settings, name) for name in (*loaded.origins, "out_dir")}
     # After init_from other weights the sizes are theirs, not its settings'.
-    backend = {k: v for k, v in changes.items() if k == "attention_backend"}
-    model, names = saved.config(**backend), (*SHAPE, "attention_window", "attention_backend")
+    model = saved.config(**{k: v for k, v in changes.items() if k == "attention_backend"})
+    names = (*FIXED, "attention_window", "attention_backend")
     before = replace(before, **{name: getattr(model, name) for name in names})
     if (kept := before.optimizer) != (wanted := changes.get("optimizer", kept)):
         why = f"{folder} was trained with --optimizer={kept}, whose state {wanted} cannot use"
@@ -208,11 +224,9 @@ def resumed(loaded: Loaded[TrainConfig]) -> Loaded[TrainConfig]:
     if before.dtype == "auto":
         there = pick_device(changes.get("device", before.device))
         usual["dtype"] = dtype_name(pick_dtype("auto", there))
-    try:
+    with user_errors(f"resuming {folder}: "):
         merged = replace(before, **{**usual, **changes})
-    except ValueError as e:
-        raise FileError(f"{e} (resuming {folder})") from e
-    origins = dict.fromkeys((f.name for f in fields(settings)), folder) | loaded.origins
+    origins = dict.fromkeys(vars(settings), folder) | loaded.origins
     return Loaded(merged, origins)
 
 
@@ -253,7 +267,7 @@ def build_model(loaded: Loaded[TrainConfig], meta: Json) -> GPT:
     known = meta["tokenizer"]["name"] == "gpt2" or trained_on(source) == Path(config.dataset).name
     if tokenizer is None and not (known and fits(V, has)):
         store.log.warning(f"{sized} has no tokenizer: its own may differ from that of {dataset}")
-    for name in (*SHAPE, "vocab_size", *(["block_size"] if resuming else [])):
+    for name in (*FIXED, "vocab_size", *(["block_size"] if resuming else [])):
         have, want = getattr(model.config, name), getattr(config, name)
         if name == "n_kv_head":
             have, want = model.config.kv_heads, want or model.config.n_head
@@ -264,23 +278,19 @@ def build_model(loaded: Loaded[TrainConfig], meta: Json) -> GPT:
     if "block_size" not in loaded.origins:
         ours = Path(source).is_file() or store.own_checkpoint(source)
         T = have if ours else min(T, have)  # transformers' may be more than fits
-    try:
+    with user_errors(f"{named}: "):
         model.crop_block_size(T)
-    except ValueError as e:
-        raise FileError(f"{e} ({named})") from e
     return model
 
 
 def restore(saved: Checkpoint, model: GPT, optimizer: torch.optim.Optimizer,
             scaler: torch.amp.GradScaler, seed: int,
-            distributed: DistInfo) -> tuple[int, float]:  # fmt: skip
-    """Restore tensors, whole or sharded; return (step, lowest validation loss). Raises UserError on
-    all processes."""
+            distributed: DistInfo) -> None:  # fmt: skip
+    """Tensors, whole or sharded, and random states. Raises UserError on all processes."""
     with store.together(distributed):
         rest, targets = saved.rest(), tensors(model, optimizer)
         if saved.sharded:
-            store.check_shapes(targets, saved.shards(lambda s: s.empty), str(saved.folder))
-            saved.shards(lambda shards: shards.fill(targets))
+            store.read_file(saved.folder, store.INDEX, lambda i: store.read_shards(i, targets))
         else:
             values = {f"model.{name}": value for name, value in saved.weights().items()}
             state = rest["optimizer"].get("state", {})
@@ -298,5 +308,3 @@ def restore(saved: Checkpoint, model: GPT, optimizer: torch.optim.Optimizer,
         set_random_state(rest["rng"][distributed.rank], distributed.device)
     else:  # other dropout than before
         torch.manual_seed(seed + 7919 * saved.step + distributed.rank)
-    best = saved.state.get("best_val_loss")
-    return saved.step, math.inf if best is None else best

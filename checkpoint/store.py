@@ -4,17 +4,21 @@
     optimizer.pt        optimizer, gradient scaler and random states
     settings.json       settings of the run, model sizes, tokenizer
     train_state.json    step, losses, data position, attention backend and kernels
-    shards/             of several processes: weights and optimizer state (shards.py)
+    shards/             of several processes: a file of each, index.json: where each part of a
+                        tensor is, with its CRC-32
     checksums.json      CRC-32 of each file (not of older versions)
 
-Written under another name, synced and renamed. Loading never runs code.
+Written under another name, synced and renamed. Loading never runs code, which the pickled index of
+torch.distributed.checkpoint could.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
+import pickle
 import re
 import shutil
 import zlib
@@ -22,9 +26,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from functools import cache
-from itertools import count
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import numpy as np
 import torch
@@ -33,10 +37,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from attention import Policy, is_code
-from checkpoint import shards as parts
-from checkpoint.shards import INDEX, Shards, load_torch
 from core.files import command, printable
-from core.parallel import DistInfo
+from core.parallel import DistInfo, local, local_part
+from core.runtime import dtype_name
 from core.settings import UserError, first_line, from_dict
 from data.schema import Count, FileError, Json, read_json, record, valid
 from model import GPT, GPTConfig
@@ -44,21 +47,29 @@ from model import GPT, GPTConfig
 log = logging.getLogger("nanoattn")
 
 CHECKSUMS = "checksums.json"
+INDEX = "shards/index.json"
 T = TypeVar("T")
 _warn_once = cache(log.warning)
 Settings = record(train=Json, model=Json, tokenizer=Json)
-Loss = float | None
-State = record(step=Count, optional={"val_loss": Loss, "best_val_loss": Loss, "best_since": Count,
-                                     "sequences_seen": Count})  # fmt: skip
-Optimizer = record(optional={"state": dict[int, Json]})  # not if sharded
-Rest = record(optimizer=Optimizer, scaler=Json, rng=list[Json])  # rng: of each rank
+State = record(step=Count, optional={"val_loss": float | None, "best_val_loss": float | None,
+                                     "best_since": Count, "sequences_seen": Count})  # fmt: skip
+Moments = record(optional={"state": dict[int, Json]})  # not if sharded
+Rest = record(optimizer=Moments, scaler=Json, rng=list[Json])  # rng: of each rank
+Part = record(at=list[Count], shape=list[Count], file=str, offset=Count, length=Count,
+              optional={"crc32": int})  # fmt: skip  # which older versions lack
+Parts = list[Part]  # type: ignore[valid-type]
+Entry = record(dtype=str, shape=list[Count], parts=Parts)
+Index = dict[str, Entry]  # type: ignore[valid-type]
 READERS: dict[str, Callable[[Path], Any]] = {
     "settings.json": lambda path: read_json(path, Settings),
     "train_state.json": lambda path: read_json(path, State),
     "optimizer.pt": lambda path: valid(load_torch(path), Rest, str(path)),
     "model.safetensors": load_file,
-    f"shards/{INDEX}": lambda path: Shards(path).whole(),
+    INDEX: lambda path: read_shards(path),
 }
+
+
+# --- reading ---
 
 
 @dataclass(frozen=True)
@@ -101,13 +112,9 @@ class Checkpoint:
     def sharded(self) -> bool:
         return (self.folder / "shards").exists()
 
-    def shards(self, use: Callable[[Shards], T]) -> T:
-        found: T = read_file(self.folder, f"shards/{INDEX}", lambda path: use(Shards(path)))
-        return found
-
     def weights(self) -> dict[str, Tensor]:
         if self.sharded:
-            return self.shards(lambda shards: shards.whole("model."))
+            return dict(read_file(self.folder, INDEX, lambda i: read_shards(i, prefix="model.")))
         return dict(read_file(self.folder, "model.safetensors"))
 
     def rest(self) -> Json:  # moments, random states
@@ -116,6 +123,12 @@ class Checkpoint:
     def model(self, policy: Policy = Policy(), **changes: object) -> GPT:
         config = self.config(**changes)
         return new_model(config, policy, str(self.folder), self.weights())
+
+
+def load(folder: str | Path) -> Checkpoint:
+    folder = Path(folder)
+    settings, state = (read_file(folder, name) for name in ("settings.json", "train_state.json"))
+    return Checkpoint(folder, settings, state)
 
 
 def folders(out_dir: str | Path) -> list[Path]:
@@ -135,9 +148,9 @@ def latest(out_dir: str | Path) -> Path:
 
 def best_folder(out_dir: str | Path) -> Path | None:
     """Lowest validation loss on the newest one's data, if any."""
-    saved = [load(folder, _verified) for folder in folders(out_dir)]
-    since = saved[-1].state.get("best_since", 0) if saved else 0
-    losses = {c.folder: c.state.get("val_loss") for c in saved if c.step > since or not since}
+    states: dict[Path, Json] = {p: _verified(p, "train_state.json") for p in folders(out_dir)}
+    since = next(reversed(states.values()), {}).get("best_since", 0)
+    losses = {p: s.get("val_loss") for p, s in states.items() if s["step"] > since or not since}
     evaluated = {p: loss for p, loss in losses.items() if loss is not None}
     return min(evaluated, key=evaluated.__getitem__, default=None)
 
@@ -146,9 +159,8 @@ def own_checkpoint(init_from: str) -> Path | None:
     """A run's newest checkpoint, or the folder if it is one."""
     if found := folders(init_from):
         return found[-1]
-    names = "settings.json", "train_state.json"
-    path = Path(init_from)
-    return path if any(os.path.exists(path / name) for name in names) else None
+    files = (os.path.join(init_from, name) for name in ("settings.json", "train_state.json"))
+    return Path(init_from) if any(map(os.path.exists, files)) else None
 
 
 def new_model(config: GPTConfig, policy: Policy, origin: str,
@@ -202,11 +214,6 @@ def _verified(folder: Path, name: str, reader: Callable[[Path], Any] | None = No
     return content
 
 
-def load(folder: str | Path, read: Callable[[Path, str], Any] = read_file) -> Checkpoint:
-    folder = Path(folder)
-    return Checkpoint(folder, read(folder, "settings.json"), read(folder, "train_state.json"))
-
-
 def _crc32(path: Path) -> int:
     return zlib.crc32(np.memmap(path, np.uint8, "r").data)
 
@@ -216,7 +223,7 @@ def _advice(damaged: Path) -> str:
     out_dir, earlier = damaged.parent, folders(damaged.parent)
     if damaged in earlier:
         for good in reversed(earlier[: earlier.index(damaged)]):
-            unused = "model.safetensors" if (good / "shards").exists() else f"shards/{INDEX}"
+            unused = "model.safetensors" if (good / "shards").exists() else INDEX
             with suppress(Exception):
                 for name in READERS.keys() - {unused}:
                     _verified(good, name)
@@ -227,8 +234,99 @@ def _advice(damaged: Path) -> str:
     return ""
 
 
+def load_torch(file: Path | IO[bytes]) -> Any:
+    """Load from torch.save(). Raises ValueError for objects that could run code."""
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as e:  # it suggests weights_only=False
+        raise ValueError("damaged, or it has Python objects, which could run code") from e
+
+
+def read_shards(index: Path, targets: Mapping[str, Tensor] | None = None, prefix: str = ""
+                ) -> dict[str, Tensor]:  # fmt: skip
+    """Fill targets, whole or sharded by rows; None: all whose names begin with the prefix, which is
+    removed, on the CPU. Any exception: damage."""
+    saved: dict[str, Json] = read_json(index, Index)
+    empty: dict[str, Tensor] = {}
+    for name, entry in saved.items():
+        shape, parts = entry["shape"], sorted(entry["parts"], key=lambda part: part["at"])
+        ends = [0, *accumulate(_rows(part["shape"]) for part in parts)]
+        want = [([end, *[0] * len(shape)][: len(shape)], shape[1:]) for end in ends[:-1]]
+        if [(p["at"], p["shape"][1:]) for p in parts] != want or ends[-1] != _rows(shape):
+            raise ValueError(f"the parts of {name} do not cover its {shape} exactly once")
+        empty[name] = torch.empty(shape, dtype=getattr(torch, entry["dtype"]), device="meta")
+    if targets is None:
+        targets = {name: torch.empty_like(t, device="cpu") for name, t in empty.items()
+                   if name.startswith(prefix)}  # fmt: skip
+    else:
+        check_shapes(targets, empty, str(index))
+    for name, target in targets.items():
+        shape, at, _ = local_part(target)
+        rows = local(target) if shape else local(target)[None]
+        for part in saved[name]["parts"]:
+            begin = sum(part["at"][:1]) - sum(at[:1])
+            a, b = max(0, begin), min(len(rows), begin + _rows(part["shape"]))
+            if a < b:
+                values = _read_part(index, name, part, empty[name].dtype)
+                rows[a:b].copy_(values.reshape(-1, *shape[1:])[a - begin : b - begin])
+    return {name.removeprefix(prefix): t for name, t in targets.items()}
+
+
+def _read_part(index: Path, name: str, part: Json, dtype: torch.dtype) -> Tensor:
+    file = part["file"]
+    if Path(file).name != file:
+        raise ValueError(f"{file!r} is not a file in this folder")
+    with (index.parent / file).open("rb") as f:
+        f.seek(part["offset"])
+        content = f.read(part["length"])
+    if part.get("crc32", crc := zlib.crc32(content)) != crc:
+        raise ValueError(f"{file} is damaged: {name} has another CRC-32 than {index.name}")
+    saved: Tensor = load_torch(io.BytesIO(content))
+    if (saved.dtype, [*saved.shape]) != (dtype, part["shape"]):
+        raise ValueError(f"{name} in {file} is not as {index.name} has it")
+    return saved
+
+
+def _rows(shape: list[int]) -> int:
+    return shape[0] if shape else 1
+
+
+# --- writing ---
+
+
 def save_json(content: Json, path: Path) -> None:
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def save_weights(weights: Mapping[str, Tensor], path: Path) -> None:
+    path.touch()
+    mode = path.stat().st_mode  # save_file() would leave 0600
+    tensors = {name: t.detach().contiguous() for name, t in weights.items()}
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(mode)
+
+
+def save_shard(tensors: Mapping[str, Tensor], folder: Path, distributed: DistInfo) -> Json:
+    """Write this process's file; return its entries of the index."""
+    if not folder.exists():
+        raise FileError(f"{folder} is missing: all processes must share one out_dir")
+    entries: Json = {}
+    file = f"__{distributed.rank}_0.distcp"
+    with (folder / file).open("wb") as f:
+        for i, (name, tensor) in enumerate(tensors.items()):
+            shape, at, is_first = local_part(tensor)
+            if not hasattr(tensor, "placements"):  # each has all of it
+                is_first = i % distributed.world_size == distributed.rank
+            if not is_first or 0 in shape:
+                continue
+            content = io.BytesIO()
+            torch.save(local(tensor).detach().to("cpu", copy=True), content)
+            part = {"at": at, "shape": shape, "file": file, "offset": f.tell()}
+            part |= {"length": f.write(content.getbuffer())}
+            part |= {"crc32": zlib.crc32(content.getbuffer())}
+            about = {"dtype": dtype_name(tensor.dtype), "shape": [*tensor.shape]}
+            entries[name] = {**about, "parts": [part]}
+    return entries
 
 
 def save(out_dir: str | Path, *, weights: Mapping[str, Tensor] | None = None,
@@ -249,21 +347,21 @@ def save(out_dir: str | Path, *, weights: Mapping[str, Tensor] | None = None,
                     _remove(left)
                 (partial if shards is None else partial / "shards").mkdir(parents=True)
         with together(distributed):
-            own = {} if shards is None else parts.write(partial / "shards", shards, distributed)
+            own = {} if shards is None else save_shard(shards, partial / "shards", distributed)
         index: Json = {}
         for name, entry in (item for each in distributed.gather(own) for item in each.items()):
             index.setdefault(name, {**entry, "parts": []})["parts"] += entry["parts"]
         with together(distributed):
             if distributed.main:
                 if shards is not None:
-                    save_json(index, partial / "shards" / INDEX)
+                    save_json(index, partial / INDEX)
                 if weights is not None:
                     save_weights(weights, partial / "model.safetensors")
                 with (partial / "optimizer.pt").open("wb") as f:  # a path would hide the error
                     torch.save(optimizer, f)
                 save_json(settings, partial / "settings.json")
                 save_json(state, partial / "train_state.json")
-                files = [*partial.glob("*.*"), *partial.glob(f"shards/{INDEX}")]
+                files = [*partial.glob("*.*"), *partial.glob(INDEX)]
                 sums = {file.relative_to(partial).as_posix(): _crc32(file) for file in files}
                 save_json(sums, partial / CHECKSUMS)
                 _sync([*partial.rglob("*"), partial])
@@ -289,30 +387,6 @@ def _remove(folder: Path) -> None:
     if folder.is_symlink():  # what it points to is not ours
         folder.unlink()
     shutil.rmtree(folder, ignore_errors=True)
-
-
-def set_aside(out_dir: str | Path) -> Path | None:
-    """Archive an earlier run, if any, in out_dir/earlier-N."""
-    out_dir = Path(out_dir)
-    if not (found := folders(out_dir)):
-        return None
-    target = next(p for n in count(1) if not (p := out_dir / f"earlier-{n}").exists())
-    try:
-        target.mkdir()
-        for path in [*found, out_dir / "metrics.jsonl", out_dir / "loss.png"]:
-            with suppress(FileNotFoundError):
-                path.rename(target / path.name)
-    except OSError as e:
-        raise FileError(f"cannot move the earlier run to {target} ({e.strerror})") from e
-    return target
-
-
-def save_weights(weights: Mapping[str, Tensor], path: Path) -> None:
-    path.touch()
-    mode = path.stat().st_mode  # save_file() would leave 0600
-    tensors = {name: t.detach().contiguous() for name, t in weights.items()}
-    save_file(tensors, path, metadata={"format": "pt"})
-    path.chmod(mode)
 
 
 def _sync(paths: Iterable[Path]) -> None:

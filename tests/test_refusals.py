@@ -81,7 +81,8 @@ REFUSED: dict[str, dict[str, str]] = {  # how command lines begin and end, words
     "export": {
         "": "--to", "export file": "file", "import file --to=y": "--to",
         "export nowhere --to=y": "nowhere", "export run --to=run": "run",
-        "export run --to=run/step-00000002/settings.json/x": "settings.json/x"},
+        "export run --to=run/step-00000002/settings.json/x": "settings.json/x",
+        f"export run --to=run/step-00000009/{LONG[:250]}": "step-00000009"},
 }  # fmt: skip
 LINES = {f"{begin} {end}": words for begin, ends in REFUSED.items() for end, words in ends.items()}
 
