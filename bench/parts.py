@@ -90,11 +90,6 @@ class Work:
     def ms(self, tflops: float, bandwidth: float) -> float:
         return 1e3 * max(self.flops / (tflops * 1e12), self.bytes / bandwidth)
 
-    def limit(self, tflops: float, bandwidth: float) -> str:
-        if not self.flops and not self.bytes:
-            return "-"
-        return "FLOPs" if self.flops / (tflops * 1e12) > self.bytes / bandwidth else "bytes"
-
 
 def work(
     config: GPTConfig, sequences: float, micro: int, dtype: str, clip: bool
@@ -119,14 +114,6 @@ def work(
     }
 
 
-def at_roofline(parts: dict[str, Work], config: GPTConfig, sequences: int, tflops: float,
-                bandwidth: float, peak: float) -> Json:  # fmt: skip
-    """A step at its roofline. `tflops` of matmuls, `bandwidth` in bytes/s, `peak` of MFU."""
-    ms, T = sum(w.ms(tflops, bandwidth) for w in parts.values()), config.block_size
-    of = flops.Peak(peak, "the roofline's")
-    return {"ms": ms, **flops.Speed(config, T, sequences * T / (ms / 1e3), of).row()}
-
-
 def beside(ms: float, least: float) -> float | None:
     """Multiple of the roofline; None below it (caches, other parts' work)."""
     return ms / least if least and ms >= least else None
@@ -135,31 +122,35 @@ def beside(ms: float, least: float) -> float | None:
 def computed(found: Json, row: Row, part: Json) -> Json:
     """Figures from a profile's times; older records have parts, and one micro-batch."""
     model, settings, m = model_of(part), part["settings"], part["machine"]
-    old, micro = "parts" in found, settings["gradient_accumulation_steps"]
-    batch, micro = (row["batch_size"], 1) if old else (row["batch_size"] * micro, micro)
+    old = found.get("parts", ())
+    classes = {p["part"]: p["ms"] for p in old} or found["classes"]
+    micro = 1 if old else settings["gradient_accumulation_steps"]
+    batch = row["batch_size"] * micro
     works = work(model, batch, micro, m["dtype"], bool(settings["grad_clip"]))
     known = None if settings.get("bandwidth_gbs") else datasheet_bandwidth(m["name"])
     bandwidth, source = known or (m["bandwidth"], m["bandwidth_source"])
     peak, products = m["peak_tflops"], settings.get("products_tflops") or m["products_tflops"]
-    classes = {p["part"]: p["ms"] for p in found["parts"]} if old else found["classes"]
     total, lines = sum(classes.values()), {}
     for name, ms in classes.items():
-        its = [works.get(p, Work()) for p in ((name,) if old else OF_CLASS.get(name, ()))]
-        least = sum(w.ms(peak, bandwidth) for w in its)
-        whole = Work(sum(w.flops for w in its), sum(w.bytes for w in its))
+        its = [works[p] for p in OF_CLASS.get(name, (name,)) if p in works]
+        least = sum((w.ms(peak, bandwidth) for w in its), 0.0)
+        computing = sum(w.flops for w in its) / (peak * 1e12)
+        limit = "FLOPs" if computing > sum(w.bytes for w in its) / bandwidth else "bytes"
         lines[name] = {"ms": ms, "share": ms / total, "roofline_ms": least}
-        lines[name] |= {"times": beside(ms, least), "limit": whole.limit(peak, bandwidth)}
+        lines[name] |= {"times": beside(ms, least), "limit": limit if its else "-"}
     made: Json = {"bandwidth": bandwidth, "bandwidth_source": source, "products_tflops": products}
     if old:
-        over = [p["ms"] - lines[p["part"]]["roofline_ms"] for p in found["parts"]]
-        made["parts"] = [{**p, **lines[p["part"]], "over_ms": ms}
-                         for p, ms in zip(found["parts"], over)]  # fmt: skip
+        made["parts"] = [{**p, **(its := lines[p["part"]]), "over_ms": p["ms"] - its["roofline_ms"]}
+                         for p in old]  # fmt: skip
         made["ms"] = total
     else:
         made["rooflines"] = lines
     for name, rate in (("ceiling", peak), ("reachable", products)):
         if rate:
-            made[name] = at_roofline(works, model, batch, rate, bandwidth, peak)
+            ms = sum(w.ms(rate, bandwidth) for w in works.values())
+            speed = batch * model.block_size / (ms / 1e3)
+            at = flops.Peak(peak, "the roofline's")
+            made[name] = {"ms": ms, **flops.Speed(model, model.block_size, speed, at).row()}
     return made
 
 
