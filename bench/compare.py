@@ -11,8 +11,9 @@ import re
 import subprocess
 import sys
 import tempfile
+from contextlib import redirect_stdout
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 
 from core import terminal
 from core.settings import UserError, exit_on_user_error
@@ -24,14 +25,15 @@ import numpy as np
 import torch
 
 import checkpoint
+import data
 from attention.machine.system import cpu_name
-from bench import ROOT, job
+from bench import ROOT, Json, job
 from bench.settings import Runs
 from bench.tables import markdown
 from core import metrics
+from data.prepare import PrepareConfig
 
-Run = tuple[float, int]  # tokens a second, bytes
-SKIP = 3
+SKIP = 3  # steps
 NAMES = ("n_layer", "n_head", "n_embd", "block_size", "batch_size", "dataset")
 SIZES: dict[str, tuple[int, int, int, int, int, str, int]] = {
     # NAMES, then the counted steps
@@ -39,13 +41,19 @@ SIZES: dict[str, tuple[int, int, int, int, int, str, int]] = {
     "b": (6, 6, 384, 256, 16, "shakespeare_char", 15),
     "c": (12, 12, 768, 512, 2, "shakespeare", 6),
 }
+BOTH: Json = {
+    "device": "cpu", "dropout": 0.0, "bias": False, "gradient_accumulation_steps": 1,
+    "warmup_iters": 10, "eval_interval": 1_000_000, "eval_iters": 1, "log_interval": 1,
+}  # fmt: skip
 HEAD = ["size", "nanoGPT tok/s", "ours tok/s", "ratio (lowest to highest)", "nanoGPT GB", "ours GB"]
 SAME = ("seed", "out_dir", "init_from")  # may differ in a line
 
 
-def ended(command: list[str], cwd: Path) -> tuple[str, int]:
+def train(folder: Path, options: Json, work: Path) -> tuple[str, int]:
+    """What train.py of the folder prints, and its peak bytes."""
+    argv = [sys.executable, str(folder / "train.py"), *(f"--{k}={v}" for k, v in options.items())]
     with tempfile.TemporaryFile("w+", encoding="utf-8") as out:
-        process = subprocess.Popen(command, cwd=cwd, stdout=out, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(argv, cwd=work, stdout=out, stderr=subprocess.STDOUT)
         try:
             _, status, usage = os.wait4(process.pid, 0)
         except BaseException:
@@ -56,52 +64,37 @@ def ended(command: list[str], cwd: Path) -> tuple[str, int]:
         text = out.read()
     if process.returncode:
         last = text.strip().rpartition("\n")[2]
-        raise UserError(f"{' '.join(command[:3])} failed ({process.returncode}): {last}")
+        raise UserError(f"{' '.join(argv[:3])} failed ({process.returncode}): {last}")
     return text, usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def pair(size: str, config: Runs, checkout: Path, work: Path) -> tuple[Run, Run]:
+def pair(size: str, config: Runs, checkout: Path, work: Path) -> list[float]:
+    """Tokens a second of nanoGPT and of ours, and their peak bytes."""
     *sizes, steps = SIZES[size]
-    tokens = SIZES[size][3] * SIZES[size][4]
-    both = {**dict(zip(NAMES, sizes)), "max_iters": SKIP + steps, "device": "cpu"}
-    both |= {"compile": config.compile is True, "dropout": 0.0, "bias": False}
-    both |= {"gradient_accumulation_steps": 1, "warmup_iters": 10}
-    both |= {"eval_interval": 1_000_000, "eval_iters": 1, "log_interval": 1}
-    ours = {"data_dir": work / "data", "out_dir": work / "ours", "peak_tflops": 1}
+    both = BOTH | dict(zip(NAMES, sizes)) | {"max_iters": SKIP + steps}
+    both["compile"] = config.compile is True
+    ours = both | {"data_dir": work / "data", "out_dir": work / "ours", "peak_tflops": 1}
     ours |= {"attention_backend": config.attention_backend, "dtype": config.dtype}
-    theirs = {"out_dir": work / "theirs", "always_save_checkpoint": False}
-    ran = []
-    for folder, own in ((ROOT, ours), (checkout, theirs)):
-        options = [f"--{name}={value}" for name, value in (both | own).items()]
-        ran.append(ended([sys.executable, str(folder / "train.py"), *options], work))
+    theirs = both | {"out_dir": work / "theirs", "always_save_checkpoint": False}
+    _, our_bytes = train(ROOT, ours, work)
+    text, their_bytes = train(checkout, theirs, work)
+    printed = re.findall(r"^iter \d+: loss .*, time ([\d.]+)ms", text, re.M)[SKIP + 1 :]
     rows = metrics.read(work / "ours" / "metrics.jsonl")
-    printed = re.findall(r"^iter \d+: loss .*, time ([\d.]+)ms", ran[1][0], re.M)[SKIP + 1 :]
     times = [map(float, printed), [r["ms"] for r in rows if "ms" in r and r["iter"] > SKIP]]
-    their, our = (1e3 * tokens / mean(ms) for ms in times)
-    return (their, ran[1][1]), (our, ran[0][1])
+    tokens = both["block_size"] * both["batch_size"]
+    return [*(1e3 * tokens / mean(ms) for ms in times), their_bytes, our_bytes]
 
 
-def prepare(sizes: tuple[str, ...], checkout: Path, work: Path) -> None:
-    # It reads configurator.py and data/ from the working directory.
-    (work / "configurator.py").symlink_to(checkout / "configurator.py")
-    for dataset in {SIZES[s][5] for s in sizes}:
-        folder = work / "data" / dataset
-        ended([sys.executable, "-m", "data", dataset, f"--out_dir={folder}"], ROOT)
-        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-        if meta["vocab_size"] < 1024:  # for BPE both use 50304
-            (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": meta["vocab_size"]}))
-
-
-def row(size: str, pairs: list[tuple[Run, Run]]) -> list[str]:
+def row(size: str, pairs: list[list[float]]) -> list[str]:
     n_layer, _, n_embd, block_size, batch_size, *_ = SIZES[size]
-    (theirs, their_memory), (ours, our_memory) = (zip(*side) for side in zip(*pairs))
-    ratios = sorted(b / a for a, b in zip(theirs, ours))
+    theirs, ours, *memory = np.array(pairs).T
+    ratios = ours / theirs
     model = f"{n_layer} layers, {n_embd} wide" if n_embd < 768 else "GPT-2 124M"
     return [
         f"{model}, block {block_size}, batch {batch_size}",
-        *(f"{median(speed):,.0f}" for speed in (theirs, ours)),
-        f"**{median(ratios):.2f}** ({ratios[0]:.2f} to {ratios[-1]:.2f})",
-        *(f"{median(memory) / 1e9:.2f}" for memory in (their_memory, our_memory)),
+        *(f"{np.median(speed):,.0f}" for speed in (theirs, ours)),
+        f"**{np.median(ratios):.2f}** ({ratios.min():.2f} to {ratios.max():.2f})",
+        *(f"{np.median(size) / 1e9:.2f}" for size in memory),
     ]
 
 
@@ -110,10 +103,17 @@ def runs(config: Runs) -> int:
     if [*rivals] != ["nanogpt"]:
         raise UserError("runs needs --rival=nanogpt=PATH, a nanoGPT checkout")
     checkout = Path(rivals["nanogpt"][1]).parent
-    results: dict[str, list[tuple[Run, Run]]] = {s: [] for s in config.sizes}
+    results: dict[str, list[list[float]]] = {s: [] for s in config.sizes}
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        prepare(config.sizes, checkout, work)
+        # nanoGPT reads both from its working directory.
+        (work / "configurator.py").symlink_to(checkout / "configurator.py")
+        for dataset in {SIZES[s][5] for s in results}:
+            out = work / "data" / dataset
+            with redirect_stdout(sys.stderr):
+                data.prepare(dataset, PrepareConfig(out_dir=str(out)))
+            vocab_size = data.padded(data.read_meta(out)["vocab_size"])
+            (out / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": vocab_size}))
         for n in range(config.rounds):
             for s, pairs in results.items():
                 print(f"round {n + 1} of {config.rounds}, size {s}", file=sys.stderr)

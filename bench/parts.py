@@ -1,22 +1,5 @@
 """Sizes of a record's model, and rooflines of its training step: the larger of FLOPs at peak rate
-and bytes at full bandwidth (Williams, Waterman and Patterson 2009, CACM 52(4)), perfectly fused.
-
-A step has N tokens in m micro-batches; L layers, C channels, E = H * D = C, K = Hkv * D, V tokens
-in the vocabulary, P weights; a: bytes of an activation (2 or 4); weights, gradients and AdamW's
-moments are float32. W = C (C + 2 K) + C^2 + 8 C^2: weights of a layer's matmuls;
-S = (2 C + 2 K) + 2 C + 5 C + 5 C: their inputs and outputs.
-
-    part                   FLOPs           bytes
-    linear                 6 N L W         L (3 a N S + m W (2 a + 4))
-    head and loss          6 N V C         3 a N C + m V C (2 a + 4)
-    attention              14 N L C keys   a N L (6 C + 6 K)
-    norms and elementwise  -               8 a N C (2 L + 1)
-    embedding              -               N C (4 + 2 a) + 8 C min(N, V)
-    optimizer              -               28 P, to clip 4 P more, to accumulate 12 P (m - 1) more
-
-Logits stay on the chip; GELU, biases fused. Attention: 7 products (QK^T twice), 2 C FLOPs per
-visible pair, `keys` per query. AdamW writes all that it reads but the gradient.
-"""
+and bytes at full bandwidth (Williams, Waterman and Patterson 2009, CACM 52(4)), perfectly fused."""
 
 from __future__ import annotations
 
@@ -94,11 +77,17 @@ class Work:
 def work(
     config: GPTConfig, sequences: float, micro: int, dtype: str, clip: bool
 ) -> dict[str, Work]:
-    """Work by part; `sequences` may be fractional (context parallelism)."""
+    """Work by part; `sequences` may be fractional (context parallelism).
+
+    Logits stay on the chip; GELU, biases fused. Weights, gradients and AdamW's moments are float32.
+    Attention: 7 products (QK^T twice), 2 C FLOPs per visible pair. AdamW reads and writes 28 bytes
+    per weight (no new gradient), clipping 4 more, each further micro-batch 12 more.
+    """
     T, L, C, V = config.block_size, config.n_layer, config.n_embd, config.vocab_size
     K, N = config.kv_heads * config.head_dim, sequences * config.block_size
-    a = 4 if dtype == "float32" else 2
+    a = 4 if dtype == "float32" else 2  # bytes of an activation
     made = flops.matrices(config)
+    # Of a layer's matmuls: weights; inputs and outputs.
     W, S = sum(m * n for m, n, _ in made), sum(m + n for m, n, _ in made)
     P = flops.n_params(config)
     P += T * C if config.position == "learned" else 0
@@ -140,8 +129,9 @@ def computed(found: Json, row: Row, part: Json) -> Json:
         lines[name] |= {"times": beside(ms, least), "limit": limit if its else "-"}
     made: Json = {"bandwidth": bandwidth, "bandwidth_source": source, "products_tflops": products}
     if old:
-        made["parts"] = [{**p, **(its := lines[p["part"]]), "over_ms": p["ms"] - its["roofline_ms"]}
-                         for p in old]  # fmt: skip
+        for line in lines.values():
+            line["over_ms"] = line["ms"] - line["roofline_ms"]
+        made["parts"] = [{**p, **lines[p["part"]]} for p in old]
         made["ms"] = total
     else:
         made["rooflines"] = lines
