@@ -11,9 +11,9 @@ import re
 import subprocess
 import sys
 import tempfile
-from contextlib import redirect_stdout
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 from core import terminal
 from core.settings import UserError, exit_on_user_error
@@ -31,7 +31,6 @@ from bench import ROOT, Json, job
 from bench.settings import Runs
 from bench.tables import markdown
 from core import metrics
-from data.prepare import PrepareConfig
 
 SKIP = 3  # steps
 NAMES = ("n_layer", "n_head", "n_embd", "block_size", "batch_size", "dataset")
@@ -49,11 +48,11 @@ HEAD = ["size", "nanoGPT tok/s", "ours tok/s", "ratio (lowest to highest)", "nan
 SAME = ("seed", "out_dir", "init_from")  # may differ in a line
 
 
-def train(folder: Path, options: Json, work: Path) -> tuple[str, int]:
-    """What train.py of the folder prints, and its peak bytes."""
-    argv = [sys.executable, str(folder / "train.py"), *(f"--{k}={v}" for k, v in options.items())]
+def ended(cwd: Path, *argv: str, **options: Any) -> tuple[str, int]:
+    """What a Python process prints, and its peak bytes: on Linux not below this process's."""
+    command = [sys.executable, *argv, *(f"--{name}={value}" for name, value in options.items())]
     with tempfile.TemporaryFile("w+", encoding="utf-8") as out:
-        process = subprocess.Popen(argv, cwd=work, stdout=out, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(command, cwd=cwd, stdout=out, stderr=subprocess.STDOUT)
         try:
             _, status, usage = os.wait4(process.pid, 0)
         except BaseException:
@@ -64,7 +63,7 @@ def train(folder: Path, options: Json, work: Path) -> tuple[str, int]:
         text = out.read()
     if process.returncode:
         last = text.strip().rpartition("\n")[2]
-        raise UserError(f"{' '.join(argv[:3])} failed ({process.returncode}): {last}")
+        raise UserError(f"{' '.join(command[:3])} failed ({process.returncode}): {last}")
     return text, usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
@@ -76,8 +75,8 @@ def pair(size: str, config: Runs, checkout: Path, work: Path) -> list[float]:
     ours = both | {"data_dir": work / "data", "out_dir": work / "ours", "peak_tflops": 1}
     ours |= {"attention_backend": config.attention_backend, "dtype": config.dtype}
     theirs = both | {"out_dir": work / "theirs", "always_save_checkpoint": False}
-    _, our_bytes = train(ROOT, ours, work)
-    text, their_bytes = train(checkout, theirs, work)
+    _, our_bytes = ended(work, str(ROOT / "train.py"), **ours)
+    text, their_bytes = ended(work, str(checkout / "train.py"), **theirs)
     printed = re.findall(r"^iter \d+: loss .*, time ([\d.]+)ms", text, re.M)[SKIP + 1 :]
     rows = metrics.read(work / "ours" / "metrics.jsonl")
     times = [map(float, printed), [r["ms"] for r in rows if "ms" in r and r["iter"] > SKIP]]
@@ -110,8 +109,7 @@ def runs(config: Runs) -> int:
         (work / "configurator.py").symlink_to(checkout / "configurator.py")
         for dataset in {SIZES[s][5] for s in results}:
             out = work / "data" / dataset
-            with redirect_stdout(sys.stderr):
-                data.prepare(dataset, PrepareConfig(out_dir=str(out)))
+            ended(ROOT, "-m", "data", dataset, out_dir=out)
             vocab_size = data.padded(data.read_meta(out)["vocab_size"])
             (out / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": vocab_size}))
         for n in range(config.rounds):
