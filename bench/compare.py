@@ -154,19 +154,19 @@ def main(argv: list[str]) -> int:
         groups.setdefault(key, []).append(curve(folder))
     known = [json.loads(key) for key in groups]
     differ = [name for name in known[0] if any(s.get(name) != known[0][name] for s in known)]
-    # Single seeds may end above the mean, and never reach it.
-    ends = [min(c.shape[1] for c in curves) for curves in groups.values()]
-    means = [np.mean([c[:, :n] for c in cs], axis=0) for n, cs in zip(ends, groups.values())]
-    target = float(means[0][2, -1])
-    head = ["settings", "seeds", "steps", "s", "val loss: mean (lowest to highest)"]
-    lines = []
-    for settings, curves, middle in zip(known, groups.values(), means):
+    lines, target = [], 0.0
+    for settings, curves in zip(known, groups.values()):
+        # Single seeds may end above the mean, and never reach it.
+        end = min(c.shape[1] for c in curves)
+        middle = np.mean([c[:, :end] for c in curves], axis=0)
+        target = target if lines else float(middle[2, -1])
         what = " ".join(f"{name}={settings.get(name)}" for name in differ) or "all"
         losses = np.array([c[2, -1] for c in curves])
         loss = f"{losses.mean():.4f} ({losses.min():.4f} to {losses.max():.4f})"
         took = (f"{x:,.0f}" for x in np.mean([c[:2, -1] for c in curves], axis=0))
         there = (f"{x:,.0f}" if np.isfinite(x) else "never" for x in reached(middle, target))
         lines.append([what, str(len(curves)), *took, loss, *there])
+    head = ["settings", "seeds", "steps", "s", "val loss: mean (lowest to highest)"]
     print(markdown(([*head, f"steps to {target:.4f}", "s"], lines), terminal=True))
     return 0
 

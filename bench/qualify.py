@@ -53,7 +53,7 @@ def measure(name: str, bench: Bench, stop: Stop) -> Json:
     names, config, V = fast[:TRAINED], bench.config, bench.vocab_size
     with tempfile.TemporaryDirectory() as folder:
         if name == "kernels":
-            names = tuple(n for n in bench.backends if n == "manual" or n in fast)  # for machines
+            names = tuple(n for n in bench.backends if n == "manual" or n in fast)
         elif name == "decode":
             names = tuple(n for n in bench.backends if n == "sdpa" or n.startswith("flash_attn"))
             names = (*(names or fast[:1]), "paged")
@@ -65,8 +65,8 @@ def measure(name: str, bench: Bench, stop: Stop) -> Json:
             changes = SMALL | text(Path(folder)) | {"n_layer": depth, "paths": paths}
             config, V = replace(config, **changes), changes["vocab_size"]
         own = replace(bench, backends=names, config=config, vocab_size=V)
-        points = {"points": shapes(own)} if name == "kernels" else {}
-        made = report.MODES[own.mode].plans(own, **points)
+        plans = report.MODES[own.mode].plans
+        made = kernel.plans(own, shapes(own)) if name == "kernels" else plans(own)
         return record.complete(rounds.measure(own, made, stop))
 
 

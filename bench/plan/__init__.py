@@ -59,7 +59,7 @@ def cluster(config: Settings) -> tuple[Cluster, list[str]]:
 
 def plans(config: Settings, of: Plan, gpus: int) -> list[Json]:
     """Rows of the plan, on `gpus`."""
-    if gpus > config.gpus_per_node and gpus % config.gpus_per_node:
+    if gpus > of.at.node and gpus % of.at.node:
         raise UserError(f"--gpus={gpus} is not a multiple of --gpus_per_node={of.at.node}")
     option = "--context_parallels" if config.context_parallels else "--context_parallel"
     for N in (rings := config.context_parallels or (config.context_parallel,)):
