@@ -49,7 +49,7 @@ SAME = ("seed", "out_dir", "init_from")  # may differ in a line
 
 
 def ended(cwd: Path, *argv: str, **options: Any) -> tuple[str, int]:
-    """What a Python process prints, and its peak bytes: on Linux not below this process's."""
+    """Output and peak bytes; on Linux at least this process's."""
     command = [sys.executable, *argv, *(f"--{name}={value}" for name, value in options.items())]
     with tempfile.TemporaryFile("w+", encoding="utf-8") as out:
         process = subprocess.Popen(command, cwd=cwd, stdout=out, stderr=subprocess.STDOUT)
@@ -68,7 +68,7 @@ def ended(cwd: Path, *argv: str, **options: Any) -> tuple[str, int]:
 
 
 def pair(size: str, config: Runs, checkout: Path, work: Path) -> list[float]:
-    """Tokens a second of nanoGPT and of ours, and their peak bytes."""
+    """Tokens a second: nanoGPT, ours; peak bytes."""
     *sizes, steps = SIZES[size]
     both = BOTH | dict(zip(NAMES, sizes)) | {"max_iters": SKIP + steps}
     both["compile"] = config.compile is True
@@ -105,7 +105,7 @@ def runs(config: Runs) -> int:
     results: dict[str, list[list[float]]] = {s: [] for s in config.sizes}
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        # nanoGPT reads both from its working directory.
+        # nanoGPT reads the working directory.
         (work / "configurator.py").symlink_to(checkout / "configurator.py")
         for dataset in {SIZES[s][5] for s in results}:
             out = work / "data" / dataset
@@ -154,7 +154,7 @@ def main(argv: list[str]) -> int:
         groups.setdefault(key, []).append(curve(folder))
     known = [json.loads(key) for key in groups]
     differ = [name for name in known[0] if any(s.get(name) != known[0][name] for s in known)]
-    lines, target = [], 0.0
+    target, lines = 0.0, list[list[str]]()
     for settings, curves in zip(known, groups.values()):
         # Single seeds may end above the mean, and never reach it.
         end = min(c.shape[1] for c in curves)

@@ -87,7 +87,7 @@ def work(
     K, N = config.kv_heads * config.head_dim, sequences * config.block_size
     a = 4 if dtype == "float32" else 2  # bytes of an activation
     made = flops.matrices(config)
-    # Of a layer's matmuls: weights; inputs and outputs.
+    # Matmuls of a layer: weights; inputs and outputs.
     W, S = sum(m * n for m, n, _ in made), sum(m + n for m, n, _ in made)
     P = flops.n_params(config)
     P += T * C if config.position == "learned" else 0

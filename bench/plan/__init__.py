@@ -58,7 +58,6 @@ def cluster(config: Settings) -> tuple[Cluster, list[str]]:
 
 
 def plans(config: Settings, of: Plan, gpus: int) -> list[Json]:
-    """Rows of the plan, on `gpus`."""
     if gpus > of.at.node and gpus % of.at.node:
         raise UserError(f"--gpus={gpus} is not a multiple of --gpus_per_node={of.at.node}")
     option = "--context_parallels" if config.context_parallels else "--context_parallel"

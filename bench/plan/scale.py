@@ -36,7 +36,7 @@ class Cluster:
 
 
 class Message(NamedTuple):
-    """Sent `times` a step; bytes over each link."""
+    """Bytes over each link."""
 
     kind: str
     times: int
@@ -55,7 +55,7 @@ def shapes(m: GPTConfig) -> tuple[list[torch.Size], list[torch.Size]]:
 
 
 def elements(shapes: list[torch.Size], ranks: int) -> int:
-    """Of a rank; FSDP pads rows to a multiple of `ranks`."""
+    """FSDP pads rows to a multiple of `ranks`."""
     return sum(math.ceil(s[0] / ranks) * math.prod(s[1:]) for s in shapes)
 
 
@@ -65,8 +65,8 @@ class Plan:
 
     model: GPTConfig
     at: Cluster
-    sequences: int  # of all ranks
-    largest: int  # sequences of a micro-batch
+    sequences: int
+    largest: int  # micro-batch
     checkpointing: bool = False
     clip: bool = True
     residual: int = 4  # bytes of an element between blocks
@@ -129,7 +129,7 @@ class Plan:
         }
 
     def collective(self, times: int, kind: str, size: float, copies: bool = False) -> Message:
-        """Of the ranks of a shard (ddp: of all), or of the copies of hybrid's shards."""
+        """Among all ranks; hybrid: a server's, or the copies."""
         ranks, servers = self.gpus, math.ceil(self.gpus / self.at.node)
         if copies:
             ranks = servers = self.gpus // self.shard
@@ -152,8 +152,8 @@ class Plan:
         size = 2 * self.tokens * self.kv * width
         if self.context <= self.at.node:  # neighbours
             return Message("ring", times, size, 0, HOPS[0] + size / self.at.nvlink)
-        # Of the server's last rank.
-        return Message("ring", times, 0, size, HOPS[1] + size / self.at.network)
+        last = HOPS[1] + size / self.at.network  # the server's last rank
+        return Message("ring", times, 0, size, last)
 
     @cached_property
     def sent(self) -> dict[str, Message]:
@@ -170,8 +170,8 @@ class Plan:
                 found[f"across{of}"] = self.collective(times, "all-reduce", 4 * n, copies=True)
         if N > 1:
             passes = (2 + self.checkpointing) * (N - 1)  # forward, perhaps twice, backward
-            found["K and V"] = self.passed(L * m * passes, self.a)
-            found["dK and dV"] = self.passed(L * m * N, 4)
+            found["keys"] = self.passed(L * m * passes, self.a)
+            found["gradients"] = self.passed(L * m * N, 4)
         return found
 
     def seconds(self) -> tuple[float, float]:
@@ -203,7 +203,7 @@ class Plan:
             exposed = m * each + (m - 1) * back + reducing + ends
         if N > 1:
             # K and V overlap the previous chunk's attention; the last dK and dV overlap nothing.
-            keys, gradients = cost["K and V"], cost["dK and dV"]
+            keys, gradients = cost["keys"], cost["gradients"]
             ahead = (1 + self.checkpointing) * (N - 1) * max(0, keys - scores * 2 / 7 / N)
             behind = (N - 1) * max(0, keys + gradients - scores * 5 / 7 / N) + gradients
             exposed += L * m * (ahead + behind)
