@@ -12,21 +12,22 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
+from typing import Any
 
 import numpy as np
 import torch
 
 import checkpoint
+import data
 from attention.machine.system import cpu_name
-from bench import ROOT, rivals
+from bench import ROOT, Json, rivals
 from bench.settings import Runs
 from bench.tables import markdown
 from core import metrics
 from core.settings import UserError, exit_on_user_error
 
-Run = tuple[float, int]  # tokens a second, bytes
-SKIP = 3
+SKIP = 3  # steps
 NAMES = ("n_layer", "n_head", "n_embd", "block_size", "batch_size", "dataset")
 SIZES: dict[str, tuple[int, int, int, int, int, str, int]] = {
     # NAMES, then the counted steps
@@ -34,11 +35,17 @@ SIZES: dict[str, tuple[int, int, int, int, int, str, int]] = {
     "b": (6, 6, 384, 256, 16, "shakespeare_char", 15),
     "c": (12, 12, 768, 512, 2, "shakespeare", 6),
 }
+BOTH: Json = {
+    "device": "cpu", "dropout": 0.0, "bias": False, "gradient_accumulation_steps": 1,
+    "warmup_iters": 10, "eval_interval": 1_000_000, "eval_iters": 1, "log_interval": 1,
+}  # fmt: skip
 HEAD = ["size", "nanoGPT tok/s", "ours tok/s", "ratio (lowest to highest)", "nanoGPT GB", "ours GB"]
 SAME = ("seed", "out_dir", "init_from")  # may differ in a line
 
 
-def ended(command: list[str], cwd: Path) -> tuple[str, int]:
+def ended(cwd: Path, *argv: str, **options: Any) -> tuple[str, int]:
+    """Output and peak bytes; on Linux at least this process's."""
+    command = [sys.executable, *argv, *(f"--{name}={value}" for name, value in options.items())]
     with tempfile.TemporaryFile("w+", encoding="utf-8") as out:
         process = subprocess.Popen(command, cwd=cwd, stdout=out, stderr=subprocess.STDOUT)
         try:
@@ -55,48 +62,33 @@ def ended(command: list[str], cwd: Path) -> tuple[str, int]:
     return text, usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def pair(size: str, config: Runs, checkout: Path, work: Path) -> tuple[Run, Run]:
+def pair(size: str, config: Runs, checkout: Path, work: Path) -> list[float]:
+    """Tokens a second: nanoGPT, ours; peak bytes."""
     *sizes, steps = SIZES[size]
-    tokens = SIZES[size][3] * SIZES[size][4]
-    both = {**dict(zip(NAMES, sizes)), "max_iters": SKIP + steps, "device": "cpu"}
-    both |= {"compile": config.compile is True, "dropout": 0.0, "bias": False}
-    both |= {"gradient_accumulation_steps": 1, "warmup_iters": 10}
-    both |= {"eval_interval": 1_000_000, "eval_iters": 1, "log_interval": 1}
-    ours = {"data_dir": work / "data", "out_dir": work / "ours", "peak_tflops": 1}
+    both = BOTH | dict(zip(NAMES, sizes)) | {"max_iters": SKIP + steps}
+    both["compile"] = config.compile is True
+    ours = both | {"data_dir": work / "data", "out_dir": work / "ours", "peak_tflops": 1}
     ours |= {"attention_backend": config.attention_backend, "dtype": config.dtype}
-    theirs = {"out_dir": work / "theirs", "always_save_checkpoint": False}
-    ran = []
-    for folder, own in ((ROOT, ours), (checkout, theirs)):
-        options = [f"--{name}={value}" for name, value in (both | own).items()]
-        ran.append(ended([sys.executable, str(folder / "train.py"), *options], work))
+    theirs = both | {"out_dir": work / "theirs", "always_save_checkpoint": False}
+    _, our_bytes = ended(work, str(ROOT / "train.py"), **ours)
+    text, their_bytes = ended(work, str(checkout / "train.py"), **theirs)
+    printed = re.findall(r"^iter \d+: loss .*, time ([\d.]+)ms", text, re.M)[SKIP + 1 :]
     rows = metrics.read(work / "ours" / "metrics.jsonl")
-    printed = re.findall(r"^iter \d+: loss .*, time ([\d.]+)ms", ran[1][0], re.M)[SKIP + 1 :]
     times = [map(float, printed), [r["ms"] for r in rows if "ms" in r and r["iter"] > SKIP]]
-    their, our = (1e3 * tokens / mean(ms) for ms in times)
-    return (their, ran[1][1]), (our, ran[0][1])
+    tokens = both["block_size"] * both["batch_size"]
+    return [*(1e3 * tokens / mean(ms) for ms in times), their_bytes, our_bytes]
 
 
-def prepare(sizes: tuple[str, ...], checkout: Path, work: Path) -> None:
-    # It reads configurator.py and data/ from the working directory.
-    (work / "configurator.py").symlink_to(checkout / "configurator.py")
-    for dataset in {SIZES[s][5] for s in sizes}:
-        folder = work / "data" / dataset
-        ended([sys.executable, "-m", "data", dataset, f"--out_dir={folder}"], ROOT)
-        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-        if meta["vocab_size"] < 1024:  # for BPE both use 50304
-            (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": meta["vocab_size"]}))
-
-
-def row(size: str, pairs: list[tuple[Run, Run]]) -> list[str]:
+def row(size: str, pairs: list[list[float]]) -> list[str]:
     n_layer, _, n_embd, block_size, batch_size, *_ = SIZES[size]
-    (theirs, their_memory), (ours, our_memory) = (zip(*side) for side in zip(*pairs))
-    ratios = sorted(b / a for a, b in zip(theirs, ours))
+    theirs, ours, *memory = np.array(pairs).T
+    ratios = ours / theirs
     model = f"{n_layer} layers, {n_embd} wide" if n_embd < 768 else "GPT-2 124M"
     return [
         f"{model}, block {block_size}, batch {batch_size}",
-        *(f"{median(speed):,.0f}" for speed in (theirs, ours)),
-        f"**{median(ratios):.2f}** ({ratios[0]:.2f} to {ratios[-1]:.2f})",
-        *(f"{median(memory) / 1e9:.2f}" for memory in (their_memory, our_memory)),
+        *(f"{np.median(speed):,.0f}" for speed in (theirs, ours)),
+        f"**{np.median(ratios):.2f}** ({ratios.min():.2f} to {ratios.max():.2f})",
+        *(f"{np.median(size) / 1e9:.2f}" for size in memory),
     ]
 
 
@@ -105,10 +97,16 @@ def runs(config: Runs) -> int:
     if [*named] != ["nanogpt"]:
         raise UserError("runs needs --rival=nanogpt=PATH, a nanoGPT checkout")
     checkout = Path(named["nanogpt"][1]).parent
-    results: dict[str, list[tuple[Run, Run]]] = {s: [] for s in config.sizes}
+    results: dict[str, list[list[float]]] = {s: [] for s in config.sizes}
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        prepare(config.sizes, checkout, work)
+        # nanoGPT reads the working directory.
+        (work / "configurator.py").symlink_to(checkout / "configurator.py")
+        for dataset in {SIZES[s][5] for s in results}:
+            out = work / "data" / dataset
+            ended(ROOT, "-m", "data", dataset, out_dir=out)
+            vocab_size = data.padded(data.read_meta(out)["vocab_size"])
+            (out / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": vocab_size}))
         for n in range(config.rounds):
             for s, pairs in results.items():
                 print(f"round {n + 1} of {config.rounds}, size {s}", file=sys.stderr)
@@ -151,19 +149,19 @@ def main(argv: list[str]) -> int:
         groups.setdefault(key, []).append(curve(folder))
     known = [json.loads(key) for key in groups]
     differ = [name for name in known[0] if any(s.get(name) != known[0][name] for s in known)]
-    # Single seeds may end above the mean, and never reach it.
-    ends = [min(c.shape[1] for c in curves) for curves in groups.values()]
-    means = [np.mean([c[:, :n] for c in cs], axis=0) for n, cs in zip(ends, groups.values())]
-    target = float(means[0][2, -1])
-    head = ["settings", "seeds", "steps", "s", "val loss: mean (lowest to highest)"]
-    lines = []
-    for settings, curves, middle in zip(known, groups.values(), means):
+    target, lines = 0.0, list[list[str]]()
+    for settings, curves in zip(known, groups.values()):
+        # Single seeds may end above the mean, and never reach it.
+        end = min(c.shape[1] for c in curves)
+        middle = np.mean([c[:, :end] for c in curves], axis=0)
+        target = target if lines else float(middle[2, -1])
         what = " ".join(f"{name}={settings.get(name)}" for name in differ) or "all"
         losses = np.array([c[2, -1] for c in curves])
         loss = f"{losses.mean():.4f} ({losses.min():.4f} to {losses.max():.4f})"
         took = (f"{x:,.0f}" for x in np.mean([c[:2, -1] for c in curves], axis=0))
         there = (f"{x:,.0f}" if np.isfinite(x) else "never" for x in reached(middle, target))
         lines.append([what, str(len(curves)), *took, loss, *there])
+    head = ["settings", "seeds", "steps", "s", "val loss: mean (lowest to highest)"]
     print(markdown(([*head, f"steps to {target:.4f}", "s"], lines), terminal=True))
     return 0
 

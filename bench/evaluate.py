@@ -102,8 +102,10 @@ def line(config: TasksConfig, draw: random.Random) -> str:
     return question[:distance] + "".join(draw.choices(pairs, k=4 * config.pairs))
 
 
-def tasks(argv: list[str]) -> int:
-    config = read(TasksConfig, argv, positional="folder").settings
+def main(argv: list[str]) -> int:
+    if argv[:1] != ["tasks"]:
+        return harness(argv)
+    config = read(TasksConfig, argv[1:], positional="folder").settings
     if config.folder is None:
         raise UserError("usage: python -m bench.evaluate tasks FOLDER")
     folder, gap, draw = Path(config.folder), config.separator, random.Random(f"text {config.seed}")
@@ -119,18 +121,15 @@ def tasks(argv: list[str]) -> int:
         # A question begins a line, as in text.txt.
         rows = [{"context": "\n" + gap.join(q), "answer": gap + gap.join(a)} for q, a in asked]
         write_at_once(file, "".join(json.dumps(row) + "\n" for row in rows))
-        task: dict[str, Any] = {"task": f"nanoattn_{name}", "tag": "nanoattn"}
-        task |= {"output_type": "loglikelihood", "dataset_path": "json"}
-        task |= {"dataset_kwargs": {"data_files": {"test": str(file)}}, "test_split": "test"}
-        task |= {"metric_list": [{"metric": "acc"}], "doc_to_text": "{{context}}"}
-        task |= {"doc_to_target": "{{answer}}", "target_delimiter": "", "fewshot_delimiter": ""}
+        task = {
+            "task": f"nanoattn_{name}", "tag": "nanoattn", "output_type": "loglikelihood",
+            "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(file)}},
+            "test_split": "test", "metric_list": [{"metric": "acc"}], "doc_to_text": "{{context}}",
+            "doc_to_target": "{{answer}}", "target_delimiter": "", "fewshot_delimiter": "",
+        }  # fmt: skip
         write_at_once(folder / f"{name}.yaml", json.dumps(task, indent=1))
         print(f"{file}: {task['task']}")
     return 0
-
-
-def main(argv: list[str]) -> int:
-    return tasks(argv[1:]) if argv[:1] == ["tasks"] else harness(argv)
 
 
 if __name__ == "__main__":

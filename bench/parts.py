@@ -1,22 +1,5 @@
 """Sizes of a record's model, and rooflines of its training step: the larger of FLOPs at peak rate
-and bytes at full bandwidth (Williams, Waterman and Patterson 2009, CACM 52(4)), perfectly fused.
-
-A step has N tokens in m micro-batches; L layers, C channels, E = H * D = C, K = Hkv * D, V tokens
-in the vocabulary, P weights; a: bytes of an activation (2 or 4); weights, gradients and AdamW's
-moments are float32. W = C (C + 2 K) + C^2 + 8 C^2: weights of a layer's matmuls;
-S = (2 C + 2 K) + 2 C + 5 C + 5 C: their inputs and outputs.
-
-    part                   FLOPs           bytes
-    linear                 6 N L W         L (3 a N S + m W (2 a + 4))
-    head and loss          6 N V C         3 a N C + m V C (2 a + 4)
-    attention              14 N L C keys   a N L (6 C + 6 K)
-    norms and elementwise  -               8 a N C (2 L + 1)
-    embedding              -               N C (4 + 2 a) + 8 C min(N, V)
-    optimizer              -               28 P, to clip 4 P more, to accumulate 12 P (m - 1) more
-
-Logits stay on the chip; GELU, biases fused. Attention: 7 products (QK^T twice), 2 C FLOPs per
-visible pair, `keys` per query. AdamW writes all that it reads but the gradient.
-"""
+and bytes at full bandwidth (Williams, Waterman and Patterson 2009, CACM 52(4)), perfectly fused."""
 
 from __future__ import annotations
 
@@ -83,20 +66,21 @@ class Work:
     def ms(self, tflops: float, bandwidth: float) -> float:
         return 1e3 * max(self.flops / (tflops * 1e12), self.bytes / bandwidth)
 
-    def limit(self, tflops: float, bandwidth: float) -> str:
-        if not self.flops and not self.bytes:
-            return "-"
-        return "FLOPs" if self.flops / (tflops * 1e12) > self.bytes / bandwidth else "bytes"
-
 
 def work(
     config: GPTConfig, sequences: float, micro: int, dtype: str, clip: bool
 ) -> dict[str, Work]:
-    """Work by part; `sequences` may be fractional (context parallelism)."""
+    """Work by part; `sequences` may be fractional (context parallelism).
+
+    Logits stay on the chip; GELU, biases fused. Weights, gradients and AdamW's moments are float32.
+    Attention: 7 products (QK^T twice), 2 C FLOPs per visible pair. AdamW reads and writes 28 bytes
+    per weight (no new gradient), clipping 4 more, each further micro-batch 12 more.
+    """
     T, L, C, V = config.block_size, config.n_layer, config.n_embd, config.vocab_size
     K, N = config.kv_heads * config.head_dim, sequences * config.block_size
-    a = 4 if dtype == "float32" else 2
+    a = 4 if dtype == "float32" else 2  # bytes of an activation
     made = flops.matrices(config)
+    # Matmuls of a layer: weights; inputs and outputs.
     W, S = sum(m * n for m, n, _ in made), sum(m + n for m, n, _ in made)
     P = flops.n_params(config)
     P += T * C if config.position == "learned" else 0
@@ -112,14 +96,6 @@ def work(
     }
 
 
-def at_roofline(parts: dict[str, Work], config: GPTConfig, sequences: int, tflops: float,
-                bandwidth: float, peak: float) -> Json:  # fmt: skip
-    """A step at its roofline. `tflops` of matmuls, `bandwidth` in bytes/s, `peak` of MFU."""
-    ms, T = sum(w.ms(tflops, bandwidth) for w in parts.values()), config.block_size
-    of = flops.Peak(peak, "the roofline's")
-    return {"ms": ms, **flops.Speed(config, T, sequences * T / (ms / 1e3), of).row()}
-
-
 def beside(ms: float, least: float) -> float | None:
     """Multiple of the roofline; None below it (caches, other parts' work)."""
     return ms / least if least and ms >= least else None
@@ -128,31 +104,36 @@ def beside(ms: float, least: float) -> float | None:
 def computed(found: Json, row: Row, part: Json) -> Json:
     """Figures from a profile's times; older records have parts, and one micro-batch."""
     model, settings, m = model_of(part), part["settings"], part["machine"]
-    old, micro = "parts" in found, settings["gradient_accumulation_steps"]
-    batch, micro = (row["batch_size"], 1) if old else (row["batch_size"] * micro, micro)
+    old = found.get("parts", ())
+    classes = {p["part"]: p["ms"] for p in old} or found["classes"]
+    micro = 1 if old else settings["gradient_accumulation_steps"]
+    batch = row["batch_size"] * micro
     works = work(model, batch, micro, m["dtype"], bool(settings["grad_clip"]))
     known = None if settings.get("bandwidth_gbs") else datasheet_bandwidth(m["name"])
     bandwidth, source = known or (m["bandwidth"], m["bandwidth_source"])
     peak, products = m["peak_tflops"], settings.get("products_tflops") or m["products_tflops"]
-    classes = {p["part"]: p["ms"] for p in found["parts"]} if old else found["classes"]
     total, lines = sum(classes.values()), {}
     for name, ms in classes.items():
-        its = [works.get(p, Work()) for p in ((name,) if old else OF_CLASS.get(name, ()))]
-        least = sum(w.ms(peak, bandwidth) for w in its)
-        whole = Work(sum(w.flops for w in its), sum(w.bytes for w in its))
+        its = [works[p] for p in OF_CLASS.get(name, (name,)) if p in works]
+        least = sum((w.ms(peak, bandwidth) for w in its), 0.0)
+        computing = sum(w.flops for w in its) / (peak * 1e12)
+        limit = "FLOPs" if computing > sum(w.bytes for w in its) / bandwidth else "bytes"
         lines[name] = {"ms": ms, "share": ms / total, "roofline_ms": least}
-        lines[name] |= {"times": beside(ms, least), "limit": whole.limit(peak, bandwidth)}
+        lines[name] |= {"times": beside(ms, least), "limit": limit if its else "-"}
     made: Json = {"bandwidth": bandwidth, "bandwidth_source": source, "products_tflops": products}
     if old:
-        over = [p["ms"] - lines[p["part"]]["roofline_ms"] for p in found["parts"]]
-        made["parts"] = [{**p, **lines[p["part"]], "over_ms": ms}
-                         for p, ms in zip(found["parts"], over)]  # fmt: skip
+        for line in lines.values():
+            line["over_ms"] = line["ms"] - line["roofline_ms"]
+        made["parts"] = [{**p, **lines[p["part"]]} for p in old]
         made["ms"] = total
     else:
         made["rooflines"] = lines
     for name, rate in (("ceiling", peak), ("reachable", products)):
         if rate:
-            made[name] = at_roofline(works, model, batch, rate, bandwidth, peak)
+            ms = sum(w.ms(rate, bandwidth) for w in works.values())
+            speed = batch * model.block_size / (ms / 1e3)
+            at = flops.Peak(peak, "the roofline's")
+            made[name] = {"ms": ms, **flops.Speed(model, model.block_size, speed, at).row()}
     return made
 
 

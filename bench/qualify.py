@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Container
-from contextlib import redirect_stdout
+from contextlib import ExitStack, closing, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,9 +27,10 @@ MINUTES = 9.0
 GRAPHS = 120.0  # seconds, for CUDA graphs
 TRAINED = 4
 LENGTHS = (1024, 4096, 16384, 512, 2048, 8192)  # the most informative first
-# Learns something in a minute.
-SMALL: Json = {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 64, "n_kv_head": None}
-SMALL |= {"gradient_accumulation_steps": 1, "dropout": 0.0, "compile": False}
+SMALL: Json = {  # learns something in a minute
+    "n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 64, "n_kv_head": None,
+    "gradient_accumulation_steps": 1, "dropout": 0.0, "compile": False,
+}  # fmt: skip
 
 # Share of the time, mode, changed options.
 STAGES: dict[str, tuple[float, str, Json]] = {
@@ -43,20 +44,16 @@ STAGES: dict[str, tuple[float, str, Json]] = {
 
 
 def measure(name: str, bench: Bench, stop: Stop) -> Json:
-    fast = tuple(n for n in bench.backends if n not in LONGEST) or bench.backends
-    config, V = bench.config, bench.vocab_size
     if name == "machine":
         return {"about": bench.machine["about"], "busy": bench.machine["busy"]}
     if name == "proof":
         return proof(bench, stop)
-    if name == "kernels":
-        names = tuple(n for n in bench.backends if n == "manual" or n in fast)  # compares machines
-        own = replace(bench, backends=names)
-        made = kernel.plans(own, shapes(kernel.grid(own)))
-        return record.complete(rounds.measure(own, made, stop))
+    fast = tuple(n for n in bench.backends if n not in LONGEST) or bench.backends
+    names, config, V = fast[:TRAINED], bench.config, bench.vocab_size
     with tempfile.TemporaryDirectory() as folder:
-        names = fast[:TRAINED]
-        if name == "decode":
+        if name == "kernels":
+            names = tuple(n for n in bench.backends if n == "manual" or n in fast)
+        elif name == "decode":
             names = tuple(n for n in bench.backends if n == "sdpa" or n.startswith("flash_attn"))
             names = (*(names or fast[:1]), "paged")
             if bench.cuda and "static" in config.kv_caches and stop.left >= GRAPHS:
@@ -64,15 +61,17 @@ def measure(name: str, bench: Bench, stop: Stop) -> Json:
         elif name == "converge":
             names, paths = ((), ("bfloat16",)) if bench.cuda else (fast[:1], ())
             depth = max(SMALL["n_layer"], len(config.attention_window))
-            changes = {**SMALL, **text(Path(folder)), "n_layer": depth, "paths": paths}
+            changes = SMALL | text(Path(folder)) | {"n_layer": depth, "paths": paths}
             config, V = replace(config, **changes), changes["vocab_size"]
         own = replace(bench, backends=names, config=config, vocab_size=V)
-        made = report.MODES[own.mode].plans(own)
+        plans = report.MODES[own.mode].plans
+        made = kernel.plans(own, shapes(own)) if name == "kernels" else plans(own)
         return record.complete(rounds.measure(own, made, stop))
 
 
-def shapes(points: list[Json]) -> list[Json]:
+def shapes(bench: Bench) -> list[Json]:
     """All lengths; at 4,096 tokens also other heads, and a window."""
+    points = kernel.grid(bench)
     at = next(p for p in points if p["T"] == LENGTHS[1])
     H, width = at["H"], at["H"] * at["D"]
     others: list[Json] = [
@@ -100,7 +99,7 @@ class Proof:
     def __init__(self, who: Candidate) -> None:
         _ = who.setup  # sets PyTorch's switches
         self.device = str(who.device)
-        self.items = {(item.name, item.spec.dtype): item for item in check.items(DTYPES)}
+        self.items = {(item.name, item.dtype): item for item in check.items(DTYPES)}
 
     def judge(self, request: Json) -> Json:
         backend, item = request["backend"], self.items[request["what"], request["dtype"]]
@@ -114,40 +113,38 @@ def proof(bench: Bench, stop: Stop) -> Json:
     order = {"causality": 0, "dropout": 2, "determinism": 2, "caches": 2}  # the cases' features: 1
     others = ("bfloat16", "float16", "float32") if bench.cuda else ("float32",)
     dtypes = list(dict.fromkeys((bench.machine["dtype"], *others)))
-    wanted: list[Json] = [
-        {"what": item.name, "feature": item.features[0], "dtype": dtype}
+    wanted = [
+        item
         for dtype in dtypes
         for item in sorted(check.items([dtype]), key=lambda i: order.get(i.features[0], 1))
         if item.features[0] != "torch.compile"  # slow
     ]
+    counts = {"right": 0, "wrong": 0, "refused": 0, "not_reached": len(wanted), "canary": None}
+    names = [name for name in bench.backends if name not in bench.left_out]
+    rows: list[Json] = [{"backend": name, **counts, "failures": []} for name in names]
     worker = None
-    answers: dict[str, list[Json]] = {n: [] for n in bench.backends if n not in bench.left_out}
-    try:
-        for item, name in itertools.product(wanted, answers):
-            stop.watch(f"proof: {name}, {item['what']}, {item['dtype']}")
+    with ExitStack() as workers:
+        for item, row in itertools.product(wanted, rows):
+            what = {"what": item.name, "feature": item.features[0], "dtype": item.dtype}
+            stop.watch(f"proof: {row['backend']}, {item.name}, {item.dtype}")
             try:
                 stop.check()
-                worker = worker or Worker(Proof, Ours(bench), stop)
-                answer = worker.ask("judge", {"backend": name, **item})
+                if worker is None:
+                    worker = workers.enter_context(closing(Worker(Proof, Ours(bench), stop)))
+                answer = worker.ask("judge", {"backend": row["backend"], **what})
             except Failure as e:
                 if e.kind == "stopped":
                     break
                 answer = {"verdict": "wrong", "why": str(e)}
-                if worker and e.kind == "died":
-                    worker.close()
+                if e.kind == "died":
+                    workers.close()
                     worker = None
-            answers[name].append({**item, **answer})
-    finally:
-        if worker:
-            worker.close()
-    rows: list[Json] = []
-    for name, found in answers.items():
-        verdicts = [a["verdict"] for a in found]
-        causal = {a["verdict"] for a in found if a["feature"] == "causality"} - {"refused"}
-        counts = {verdict: verdicts.count(verdict) for verdict in ("right", "wrong", "refused")}
-        rows.append({"backend": name, **counts, "not_reached": len(wanted) - len(found)})
-        rows[-1]["canary"] = "wrong" not in causal if causal else None
-        rows[-1]["failures"] = [a for a in found if a["verdict"] == "wrong"]
+            row[answer["verdict"]] += 1
+            row["not_reached"] -= 1
+            if answer["verdict"] == "wrong":
+                row["failures"].append(what | answer)
+            if what["feature"] == "causality" and answer["verdict"] != "refused":
+                row["canary"] = row["canary"] is not False and answer["verdict"] == "right"
     return {"dtypes": dtypes, "rows": rows}
 
 
@@ -159,7 +156,7 @@ def run(bench: Bench, given: Container[str], stop: Stop, save: rounds.Save) -> J
         bench = replace(bench, config=config)
     whole = Stop(config.minutes or MINUTES)
     wanted = [names[n - 1] for n in sorted({*config.stages})]
-    content: Json = {**bench.part, "stages": []}
+    missing, content = [*wanted], {**bench.part, "stages": []}
     for i, name in enumerate(wanted):
         share, mode, options = STAGES[name]
         box = whole.left * share / sum(STAGES[later][0] for later in wanted[i:])
@@ -178,9 +175,9 @@ def run(bench: Bench, given: Container[str], stop: Stop, save: rounds.Save) -> J
             entry |= {"status": "skipped" if stopped else "failed", "why": str(e)}
         content["stages"].append({**entry, "seconds": time.monotonic() - its.began})
         stop.why = stop.why or (its.why if its.code else "")
-        done = [stage["name"] for stage in content["stages"] if stage["status"] == "done"]
-        missing = ", ".join(name for name in wanted if name not in done)
-        content |= {"complete": not missing, "incomplete": f"not done: {missing}"}
+        if entry["status"] == "done":
+            missing.remove(name)
+        content |= {"complete": not missing, "incomplete": f"not done: {', '.join(missing)}"}
         if not missing:
             del content["incomplete"]
         save(content)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from pathlib import Path
 
@@ -33,9 +32,6 @@ def test_all_stages_make_a_record_that_the_board_accepts(tmp_path: Path) -> None
     assert verify(made) == []
     for lie in ([], [*made["answers"], "Proof: all is well."]):
         assert verify(sealed(made | {"answers": lie}))
-    edited = copy.deepcopy(made)
-    edited["stages"][3]["record"]["rows"][0]["mfu"] = 0.9
-    assert any("mfu is 0.9" in why for why in verify(sealed(edited)))
 
 
 def test_a_signal_ends_it_and_leaves_what_there_is(tmp_path: Path) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 from bench import ROOT, Json, tables
-from bench.plan.scale import KINDS, Cluster, Job, Plan, Sent
+from bench.plan.scale import KINDS, SHARE, Cluster, Plan
 from bench.settings import Plan as Settings
 from bench.settings import vocabulary
 from bench.tables import Cells
@@ -15,8 +16,6 @@ from core.gpus import SERVERS, describe_rated
 from core.runtime import decide_residual
 from core.settings import UserError, user_errors
 from model import GPTConfig
-
-SHARE = 0.95  # of the memory
 
 
 def cluster(config: Settings) -> tuple[Cluster, list[str]]:
@@ -58,15 +57,16 @@ def cluster(config: Settings) -> tuple[Cluster, list[str]]:
     return at, [*lines, f"computing: its roofline, with matmuls at {products:,.4g} TFLOP/s"]
 
 
-def plans(config: Settings, job: Job, at: Cluster, gpus: int) -> list[Plan]:
-    if gpus > at.node and gpus % at.node:
-        raise UserError(f"--gpus={gpus} is not a multiple of --gpus_per_node={at.node}")
+def plans(config: Settings, of: Plan, gpus: int) -> list[Json]:
+    if gpus > of.at.node and gpus % of.at.node:
+        raise UserError(f"--gpus={gpus} is not a multiple of --gpus_per_node={of.at.node}")
     option = "--context_parallels" if config.context_parallels else "--context_parallel"
     for N in (rings := config.context_parallels or (config.context_parallel,)):
         if gpus % N:
             raise UserError(f"{option}: rings of {N} do not divide --gpus={gpus}")
-    ways = ["ddp"] + (["fsdp"] if gpus > 1 else []) + (["hybrid"] if gpus > at.node else [])
-    return [Plan(job, at, way, gpus, N) for way in ways for N in rings]
+    ways = ["ddp"] + (["fsdp"] if gpus > 1 else []) + (["hybrid"] if gpus > of.at.node else [])
+    made = (replace(of, parallel=way, gpus=gpus, context=N) for way in ways for N in rings)
+    return [plan.row() for plan in made]
 
 
 def run(config: Settings) -> int:
@@ -76,13 +76,13 @@ def run(config: Settings) -> int:
     between = decide_residual(config.residual_dtype, "cuda", at.dtype)
     residual = 2 if between == "autocast" and at.dtype != "float32" else 4
     sequences = config.batch_size * config.gradient_accumulation_steps
-    checkpointing, clip = config.gradient_checkpointing, bool(config.grad_clip)
-    job = Job(model, sequences, config.batch_size, checkpointing, clip, residual)
-    every = {n: [row(p) for p in plans(config, job, at, n)] for n in config.gpus}
+    plan = Plan(model, at, sequences, config.batch_size, config.gradient_checkpointing,
+                bool(config.grad_clip), residual)  # fmt: skip
+    every = {n: plans(config, plan, n) for n in config.gpus}
     print(
         f"PLANNED, not measured: {model.n_layer} layers, {model.n_embd:,} wide, on {config.gpu}\n"
-        f"{sequences:,} x {model.block_size:,} tokens a step, at most {job.batch:,} sequences in a "
-        f"micro-batch, {at.dtype}{', gradient checkpointing' if job.checkpointing else ''}\n"
+        f"{sequences:,} x {model.block_size:,} tokens a step, at most {plan.largest:,} sequences "
+        f"in a micro-batch, {at.dtype}{', gradient checkpointing' if plan.checkpointing else ''}\n"
         f"vocabulary: {vocab_size:,} ({source})"
     )
     print(*lines, "formulas, and what they leave out: docs/PLAN.md", sep="\n")
@@ -100,28 +100,6 @@ def run(config: Settings) -> int:
         content = [r for made in every.values() for r in made]
         print(json.dumps({"mode": "plan", "planned": True, "gpu": config.gpu, "rows": content}))
     return 0
-
-
-def row(plan: Plan) -> Json:
-    row: Json = {"planned": True, "gpus": plan.gpus, "parallel": plan.parallel}
-    row |= {"context_parallel": plan.context, "shard_size": plan.shard}
-    if plan.why_not:
-        return {**row, "why": plan.why_not}
-    sent, links, seconds = dict.fromkeys(KINDS, 0.0), {"nvlink": 0.0, "network": 0.0}, 0.0
-    for kind, times, s in plan.sent():
-        links["nvlink"] += times * s.nvlink
-        links["network"] += times * s.network
-        sent[kind] += times * (s.nvlink + s.network)
-        seconds += times * s.seconds
-    m, compute = plan.job.model, plan.computing[0]
-    total = compute + plan.exposed
-    rate = plan.job.sequences * m.block_size / total
-    left = SHARE * plan.at.memory - plan.held
-    row |= {"sequences": plan.sequences, "micro_steps": plan.micro, "memory": plan.memory}
-    row |= {"memory_bytes": plan.held, "left_bytes": left, "sent": sent, "links": links}
-    row |= {"compute_ms": 1e3 * compute, "communication_ms": 1e3 * seconds}
-    row |= {"exposed_ms": 1e3 * plan.exposed, "ms": 1e3 * total}
-    return row | flops.Speed(m, m.block_size, rate, plan.at.peak, plan.gpus).row()
 
 
 def sections(rows: list[Json], given: str = "") -> list[tuple[str, Cells]]:

@@ -14,7 +14,7 @@ from attention import BACKENDS, Ring, Spec, visible
 from attention.tiled import BLOCK_M, BLOCK_N, blocks, wholly_masked
 from bench import plan as planned
 from bench import tables
-from bench.plan import Cluster, Job, Plan
+from bench.plan import Cluster, Plan
 from core import flops
 from core.gpus import datasheet_tflops
 from core.settings import UserError
@@ -176,8 +176,8 @@ def rope(
 def plan(what: int = 1, T: int = 8192, gpus: int = 16) -> str:
     """docs/PLAN.md: 1 memory, 2 bytes sent, 3 time, of GPT-2 124M on H200s."""
     model = GPTConfig(block_size=T, bias=False)
-    plans = [Plan(Job(model, 4 * gpus, 4, residual=2), H200, way, gpus, N) for way, N in WAYS]
-    rows = [planned.row(p) for p in plans]
+    job = Plan(model, H200, 4 * gpus, 4, residual=2)
+    rows = [replace(job, parallel=way, gpus=gpus, context=N).row() for way, N in WAYS]
     return tables.markdown(planned.sections(rows)[what - 1][1])
 
 
@@ -185,8 +185,8 @@ def saved(T: int = 8192) -> str:
     """docs/PLAN.md: bytes that a token of GPT-2 124M leaves for the backward pass."""
     rows = []
     for dtype, residual in (("float32", 4), ("bfloat16", 2)):
-        job = Job(GPTConfig(block_size=T, bias=False), 4, 4, residual=residual)
-        layer, ends = Plan(job, Cluster(dtype, H200.peak, 1, 1, 1, 8, 1, 1), "ddp", 1, 1).per_token
+        model, at = GPTConfig(block_size=T, bias=False), replace(H200, dtype=dtype)
+        layer, ends = Plan(model, at, 4, 4, residual=residual).per_token
         sizes = {"a layer": layer, "around them": ends, "of 12 layers": 12 * layer + ends,
                  "with gradient checkpointing": 12 * residual * 768 + layer + ends}
         rows.append({"dtype": dtype, **{title: f"{n:,}" for title, n in sizes.items()}})
