@@ -22,7 +22,6 @@ from bench import ROOT, Json, converge, parts, report, tables
 from bench.tables import Row
 from core import flops
 from core.files import write_at_once
-from core.gpus import datasheet_tflops
 from core.settings import user_errors
 
 FORMAT = 4  # 1: rounds without sizes, no proofs; 2: no digest; 3: other conclusions
@@ -126,10 +125,10 @@ def problems(content: Json) -> Iterator[str]:
         yield from differences(content["answers"], complete(content)["answers"], "answers")
     for part in report.sections_of(content):
         m, settings, again = part["machine"], part["settings"], complete(part)
-        known = datasheet_tflops(m["name"], m["dtype"], bool(settings.get("tf32")))
+        known = flops.datasheet_peak(m["name"], m["dtype"], bool(settings.get("tf32")))
         bandwidth = settings.get("bandwidth_gbs")
         given = {"dtype": settings.get("dtype"), "bandwidth": bandwidth and 1e9 * bandwidth}
-        given["peak_tflops"] = known[0] if known else settings.get("peak_tflops")
+        given["peak_tflops"] = known.tflops if known else settings.get("peak_tflops")
         for name, value in given.items():
             if value not in (None, "auto", "measure") and m[name] is not None:
                 yield from differences(m[name], value, f"machine {name}")

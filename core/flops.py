@@ -17,17 +17,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date, datetime, timezone
-from functools import cache, partial, singledispatch
+from functools import partial, singledispatch
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from attention import visible
 from attention.machine.system import synchronize
 from attention.plan import store, stored
 from core.cpu import matmul as cpu_matmul
-from core.gpus import datasheet_tflops
+from core.gpus import find_rated
 from core.runtime import describe
 
 Row = dict[str, Any]  # of metrics.jsonl
@@ -51,12 +50,9 @@ def n_params(config: Sizes) -> int:
     return config.vocab_size * config.n_embd + config.n_layer * block + norm
 
 
-@cache
 def mean_keys(T: int, window: int | None = None) -> float:
-    i = torch.arange(T)
-    if T <= 2048:  # count the definition itself
-        return float(visible(i[:, None], i[None, :], 0, window).sum()) / T
-    return float((i + 1).clamp(max=window or T).sum()) / T
+    w = min(T, window or T)
+    return (w * (w + 1) // 2 + (T - w) * w) / T
 
 
 def keys_seen(starts: torch.Tensor, windows: tuple[int | None, ...]) -> torch.Tensor:
@@ -100,8 +96,12 @@ def given(source: str) -> str:
 
 
 def datasheet_peak(name: str, dtype: str, tf32: bool = False) -> Peak | None:
-    known = datasheet_tflops(name, dtype, tf32)
-    return known and Peak(*known)
+    if not (gpu := find_rated(name)):
+        return None
+    half, in_tf32, single = gpu.tflops
+    bfloat16 = half if in_tf32 else None  # Ampere brought both
+    rates = {"float16": half, "bfloat16": bfloat16, "float32": in_tf32 if tf32 else single}
+    return Peak(rate, f"datasheet: {gpu.source}") if (rate := rates.get(dtype)) else None
 
 
 def peak(device: str | torch.device, dtype: str,

@@ -92,16 +92,6 @@ def find_rated(name: str) -> GPU | None:
     return next((gpu for gpu, p in patterns if re.search(rf"\b({p})$", name)), None)
 
 
-def datasheet_tflops(name: str, dtype: str, tf32: bool = False) -> tuple[float, str] | None:
-    """(TFLOP/s, source)."""
-    if not (gpu := find_rated(name)):
-        return None
-    half, in_tf32, single = gpu.tflops
-    bfloat16 = half if in_tf32 else None  # Ampere brought both
-    rates = {"float16": half, "bfloat16": bfloat16, "float32": in_tf32 if tf32 else single}
-    return (rate, f"datasheet: {gpu.source}") if (rate := rates.get(dtype)) else None
-
-
 def datasheet_bandwidth(name: str) -> tuple[float, str] | None:
     """(bytes/s, source)."""
     gpu = find_rated(name)

@@ -61,8 +61,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, config: Confi
     rate = learning_rate(step, config)
     for group in optimizer.param_groups:
         group["lr"] = rate * group.get("factor", 1.0)
-    matrices = muon_only(optimizer)
-    return matrices[0]["lr"] if matrices else rate
+    return next((group["lr"] for group in muon_only(optimizer)), rate)
 
 
 def build_optimizer(model: Any, config: Config, device: torch.device,

@@ -125,13 +125,11 @@ class Setup:
         if self.device.type == "cpu":
             decoding = cast and self.config.onednn is not False
             if self.onednn:
-                cpu_matmul.convert(model, "onednn")
+                cpu_matmul.convert(model, "onednn", decoding)
             elif decoding and cpu_matmul.few_rows_pay():
-                cpu_matmul.convert(model, "few")
+                cpu_matmul.convert(model, "few", decoding)
             elif not (cast or self.compile):
                 cpu_matmul.convert(model, "mkl")
-            if decoding:
-                cpu_matmul.pack(model)
         return model
 
     def compiled(self, model: nn.Module, micro_steps: int = 1) -> nn.Module:

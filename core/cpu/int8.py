@@ -40,9 +40,8 @@ def convert(model: nn.Module, head: Tensor) -> None:
 
 
 def parameters(model: nn.Module) -> int:
-    layers = [m.weight for m in model.modules() if isinstance(m, Int8Linear)]
-    heads = [m.q for m in model.modules() if isinstance(m, Int8Head)]
-    return sum(q.numel() for q in (*layers, *heads))
+    stored = *model.parameters(), *model.buffers()
+    return sum(t.numel() for t in stored if t.dtype == torch.int8)
 
 
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -24,19 +24,22 @@ Float32 = Literal["onednn", "few", "mkl"]
 _compiling = torch.compiler.is_compiling
 
 
-def convert(model: nn.Module, float32: Float32 = "onednn") -> None:
-    tied = all(m.weight is None for m in model.modules() if isinstance(m, Head))
-    for name, module in model.named_modules():
-        if type(module) is nn.Embedding and name.endswith("wte") and tied:
-            module.__class__ = Embedding
-        elif type(module) in (nn.Linear, Head):
-            module.__class__ = Linear if type(module) is nn.Linear else OneDNNHead
-            module.float32 = float32
+def convert(model: nn.Module, float32: Float32, decoding: bool = False) -> None:
+    """decoding: with a packed copy of small weights."""
+    layers: list[Any] = [m for m in model.modules() if type(m) in (nn.Linear, Head)]
+    weights = [m.weight for m in layers if m.weight is not None]
+    slow = any(w.dtype == torch.bfloat16 for w in weights) and not bfloat16_units()
+    packed = decoding and not slow and sum(w.nbytes for w in weights) <= MOST_BYTES
+    for module in layers:
+        module.__class__ = Linear if type(module) is nn.Linear else OneDNNHead
+        module.float32, module.packed = float32, packed
+    if len(weights) < len(layers):  # the head is tied
+        model.get_submodule("transformer.wte").__class__ = Embedding
 
 
 class Linear(nn.Linear):
     float32: Float32
-    packed = False
+    packed: bool
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias, self.float32, self.packed)
@@ -52,7 +55,7 @@ class Embedding(nn.Embedding):
 
 class OneDNNHead(Head):
     float32: Float32
-    packed = False
+    packed: bool
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
         return linear(x, weight, None, self.float32, self.packed)
@@ -161,16 +164,6 @@ _LIBRARY.impl("linear", lambda x, w, b: x.new_empty(*x.shape[:-1], w.shape[0]), 
 
 ROWS = 8  # of the layout, good for any number
 MOST_BYTES = 2**31  # of a model's weights: the copy doubles them
-
-
-def pack(model: nn.Module) -> None:
-    layers = [m for m in model.modules() if isinstance(m, Linear | OneDNNHead)]
-    weights = [m.weight for m in layers if m.weight is not None]
-    half = any(w.dtype == torch.bfloat16 for w in weights)
-    if (bfloat16_units() or not half) and sum(w.nbytes for w in weights) <= MOST_BYTES:
-        for module in layers:
-            module.packed = True
-
 
 # weight -> (version and address, view of its first numbers, their copy, packed)
 _packed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()

@@ -16,7 +16,6 @@ from bench import plan as planned
 from bench import tables
 from bench.plan import Cluster, Plan
 from core import flops
-from core.gpus import datasheet_tflops
 from core.settings import UserError
 from course.figures import Row, figure, of, table
 from course.figures.pages_1_to_5 import trace_of
@@ -119,10 +118,10 @@ def ring_hides(
     itemsize: int = 2, gpu: str = "NVIDIA H200", links: Sequence[float] = (450, 50),
 ) -> str:
     """Page 10: lower bounds of a step's computation and communication; links in GB/s."""
-    peak = datasheet_tflops(gpu, "bfloat16")
+    peak = flops.datasheet_peak(gpu, "bfloat16")
     if peak is None:
         raise UserError(f"no peak is known for {gpu!r}")
-    rate = peak[0] * 1e12
+    rate = peak.tflops * 1e12
     # Products of 2 D FLOPs for each of (T / N)^2 / 2 pairs; bytes sent per element of K and V
     passes = {"forward": (2, 2 * itemsize), "backward": (5, 2 * itemsize + 2 * 4)}
     columns = [(name, link) for name in passes for link in (None, *links)]  # None: computation
