@@ -63,7 +63,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 logits = x_[c] @ w.t()  # (rows, V)
                 loss, dlogits = _cross_entropy(logits, target[c], counted[c], wide, want_grad)
                 total += loss
-                if dx is None or dlogits is None:
+                if dx is None:
                     continue
                 for p in pieces(len(dlogits), product_rows):
                     torch.mm(dlogits[p], w, out=dx[c][p])
@@ -89,8 +89,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _cross_entropy(logits: Tensor, target: Tensor, counted: Tensor, wide: torch.dtype,
-                   want_grad: bool) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Sum, and its gradient in the logits' dtype; half precision on a CPU: in place."""
+                   want_grad: bool) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Sum, and if wanted its gradient in the logits' dtype; half precision on a CPU: in place."""
     compiling, at_a_time = torch.compiler.is_compiling(), None
     if logits.device.type == "cpu" and logits.dtype != wide and not compiling:
         at_a_time = 2**20 // logits.shape[1]
@@ -110,7 +110,7 @@ def _cross_entropy(logits: Tensor, target: Tensor, counted: Tensor, wide: torch.
         if at_a_time is None:
             return total, dlogits.to(logits.dtype)
         logits[r] = dlogits
-    return total, logits if want_grad else None
+    return total, logits
 
 
 def pieces(n: int, size: int | None) -> list[slice]:

@@ -39,9 +39,9 @@ PATTERNS = {  # the first match
     "loss": r"cross_?entropy|nll_?loss|log_?softmax|softmax_online|logsumexp",
 }  # fmt: skip
 RULES = {name: re.compile(text, re.IGNORECASE | re.MULTILINE) for name, text in PATTERNS.items()}
-# Named after its operators.
-FUSED = re.compile(r"(triton_(poi|red|per)|cpp)_fused_(?P<operators>.*)")
-SOFTMAX = re.compile(r"(?<!log)_softmax(?!_online)")  # manual's
+FUSED = re.compile(r"(triton_(poi|red|per)|cpp)_fused_")  # named after its operators
+FUSED_RULES = RULES | {"attention": re.compile("_fused_.*(?<!log)_softmax(?!_online)")}  # manual's
+del FUSED_RULES["products"]
 OPERATOR = re.compile(r"^\w+::\w+$|at::native|elementwise|Memcpy DtoD|Memset")
 
 
@@ -49,11 +49,8 @@ def class_of(name: str, around: Iterable[str] = ()) -> str:
     """Class of a kernel; `around`: names of what it ran in."""
     names = "\n".join([name, *around])
     fused = FUSED.search(name)
-    for kind, pattern in RULES.items():
-        if fused and kind in ("attention", "products"):
-            if kind == "attention" and SOFTMAX.search(fused["operators"]):
-                return kind
-        elif pattern.search(names):
+    for kind, rule in (FUSED_RULES if fused else RULES).items():
+        if rule.search(names):
             return kind
     return "elementwise" if fused or OPERATOR.search(name) else "other"
 

@@ -10,7 +10,6 @@ import shutil
 import struct
 import sys
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock, call
 
 import pytest
@@ -113,16 +112,11 @@ def test_a_folder_that_vanishes_and_a_full_disk_lose_no_row(how, tmp_path, caplo
     assert ("File too large" if how == "full disk" else str(m.path)) in line
 
 
-def fake_wandb(failing: str = "nothing", **how: Any) -> Mock:
-    """It fails in one function, with an error of its own."""
-    fake = Mock(id=None, **how)
+def fake_wandb(failing: str = "nothing") -> Mock:
+    fake = Mock(id=None)
     fake.init.return_value = fake
     getattr(fake, failing).side_effect = Exception(f"wandb: {failing} failed")
     return fake
-
-
-def called(fake: Mock, name: str) -> list[Any]:
-    return getattr(fake, name).call_args_list
 
 
 @pytest.mark.parametrize("failing", ["nothing", "import", "init", "log", "finish"])
@@ -134,7 +128,7 @@ def test_wandb_never_ends_a_run(failing, tmp_path, monkeypatch, caplog):
     assert len(caplog.records) == (failing != "nothing")
     assert failing in ("nothing", "import") or f"wandb: {failing} failed" in caplog.text
     want = {"import": [0, 0, 0], "init": [1, 0, 0], "log": [1, 1, 0]}.get(failing, [1, 3, 1])
-    assert [len(called(fake, name)) for name in ("init", "log", "finish")] == want
+    assert [m.call_count for m in (fake.init, fake.log, fake.finish)] == want
     if failing == "nothing":
-        assert (ON | {"dir": tmp_path}).items() <= called(fake, "init")[0].kwargs.items()
-        assert called(fake, "log")[1] == call({"iter": 2, "loss": 2.0}, step=2)
+        assert (ON | {"dir": tmp_path}).items() <= fake.init.call_args.kwargs.items()
+        assert fake.log.call_args_list[1] == call({"iter": 2, "loss": 2.0}, step=2)

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import few
-from test_metrics import called, fake_wandb
+from test_metrics import fake_wandb
 from test_train import Run, data_dir, refusal, run, run_line
 
 import checkpoint
@@ -337,7 +337,7 @@ def test_wandb_is_resumed_in_the_folder_of_its_run_only(out, monkeypatch, caplog
     (out / "wandb_id.txt").unlink()  # as a folder from somebody else
     assert resume(out, "--max_iters=13").code == 0
     assert resume(out, "--max_iters=14", "--wandb_log=True").code == 0
-    begun = [begun.kwargs for begun in called(wandb, "init")]
+    begun = [begun.kwargs for begun in wandb.init.call_args_list]
     assert [how["project"] for how in begun] == ["theirs", "theirs", "nanoattn"]
     assert [how.get("id") for how in begun] == [None, "abc", None]
 
