@@ -182,14 +182,13 @@ class Step:
         return watch.reads
 
 
-@pytest.mark.parametrize("noise, clipped", [(0.3, True), (0.02, False)])
-def test_steps_are_those_of_plain_pytorch(noise, clipped) -> None:
+def test_steps_are_those_of_plain_pytorch() -> None:
     """AdamW decays the matrices, not biases and norms."""
     step, config = Step("float32", "float32", 2, bias=True), TrainConfig()
     for group in step.optimizer.param_groups:
         group["eps"] = 1e-4  # else it enlarges the noise of a key bias's gradient
     for p in step.model.parameters():
-        p.data += noise * torch.randn(p.shape)  # nothing is zero
+        p.data += 0.3 * torch.randn(p.shape)  # nothing is zero
     plain = copy.deepcopy(step.model)
     matrices, vectors = ([p for p in plain.parameters() if (p.dim() > 1) == m] for m in (1, 0))
     adamw = torch.optim.AdamW(
@@ -201,7 +200,7 @@ def test_steps_are_those_of_plain_pytorch(noise, clipped) -> None:
         loss = torch.stack(losses).mean()
         adamw.zero_grad()
         loss.backward()
-        assert (torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0) > 1) == clipped
+        assert torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0) > 1
         adamw.step()
         torch.testing.assert_close(step(), loss.detach())
         torch.testing.assert_close([*step.model.parameters()], [*plain.parameters()])
@@ -254,6 +253,7 @@ def test_forward_and_loss_are_one_graph_without_a_break(dtype, residual, backend
     ("attention", "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16"),
     ("attention", "dkdv_kernel"),
     ("elementwise", "triton_poi_fused__scaled_dot_product_cudnn_attention_backward_gelu_addmm_3"),
+    ("elementwise", "cpp_fused__mkl_linear_add_2"),
     ("loss", "triton_red_fused__log_softmax__to_copy_sub_2"),
     ("optimizer", "void multi_tensor_apply_kernel<FusedAdamMathFunctor<float, 4>>"),
     ("communication", "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"),
