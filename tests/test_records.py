@@ -23,8 +23,7 @@ from hypothesis import strategies as st
 
 from bench import board, record
 from bench.record import verify
-from core.flops import flops_per_token
-from core.gpus import datasheet_tflops
+from core.flops import datasheet_peak, flops_per_token
 
 Content = dict[str, Any]
 Made = dict[str, Content]
@@ -71,10 +70,10 @@ def sealed(content: Content) -> Content:
 
 def on_a_gpu(content: Content) -> Content:
     """As if an H200's."""
-    known = datasheet_tflops("NVIDIA H200", "float32", tf32=True)
+    known = datasheet_peak("NVIDIA H200", "float32", tf32=True)
     assert known is not None
     here = {"name": "NVIDIA H200", "about": "NVIDIA H200", "kind": "cuda"}
-    here |= {"peak_tflops": known[0], "peak_source": known[1]}
+    here |= {"peak_tflops": known.tflops, "peak_source": known.source}
     return record.complete(content | {"machine": content["machine"] | here})
 
 
