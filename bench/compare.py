@@ -8,6 +8,7 @@ import os
 import pickle
 import platform
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -43,23 +44,27 @@ HEAD = ["size", "nanoGPT tok/s", "ours tok/s", "ratio (lowest to highest)", "nan
 SAME = ("seed", "out_dir", "init_from")  # may differ in a line
 
 
+PEAK = """import resource, subprocess, sys
+code = subprocess.call(sys.argv[1:], stderr=subprocess.STDOUT)
+print("", resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss, sep="\\n")
+sys.exit(code if code >= 0 else 128 - code)"""
+
+
 def ended(cwd: Path, *argv: str, **options: Any) -> tuple[str, int]:
-    """Output and peak bytes; on Linux at least this process's."""
+    """Output and peak bytes, as a small process sees them: Linux counts the parent's as well."""
     command = [sys.executable, *argv, *(f"--{name}={value}" for name, value in options.items())]
-    with tempfile.TemporaryFile("w+", encoding="utf-8") as out:
-        process = subprocess.Popen(command, cwd=cwd, stdout=out, stderr=subprocess.STDOUT)
+    how: Any = {"cwd": cwd, "stdout": subprocess.PIPE, "text": True, "start_new_session": True}
+    with subprocess.Popen([sys.executable, "-c", PEAK, *command], **how) as process:
         try:
-            _, status, usage = os.wait4(process.pid, 0)
+            out: str = process.communicate()[0]
         except BaseException:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)
             raise
-        process.returncode = os.waitstatus_to_exitcode(status)
-        out.seek(0)
-        text = out.read()
+    text, _, peak = out.strip().rpartition("\n")
     if process.returncode:
         last = text.strip().rpartition("\n")[2]
         raise UserError(f"{' '.join(command[:3])} failed ({process.returncode}): {last}")
-    return text, usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return text, int(peak) * (1 if sys.platform == "darwin" else 1024)
 
 
 def pair(size: str, config: Runs, checkout: Path, work: Path) -> list[float]:
