@@ -212,10 +212,8 @@ class Writer:
     def write(self, row: Row, out: IO[str]) -> None:
         new = "".join(row.pieces(row.new))
         n = sum(token not in self.ends for token in row.new)
-        finish = "length"
-        if not row.ended:
-            finish = "interrupted"
-        elif self.config.regex is not None or len(row.new) < row.room or row.stops():
+        finish = "length" if row.ended else "interrupted"
+        if row.ended and (self.config.regex is not None or len(row.new) < row.room or row.stops()):
             finish = "stop"
         found = {"prompt": row.text, "text": new, "tokens": n,
                  "seed": self.config.seed + row.index, "finish": finish}  # fmt: skip
