@@ -47,6 +47,8 @@ class Automaton(nn.Module):
 
     def start(self, row: int, room: int) -> Tensor:
         """First state (1, 2) of a row; room: its most tokens. UserError: too few."""
+        if self.starts is not None and row >= len(self.starts):
+            raise UserError("constraint: fewer values than prompts")
         state = START if self.starts is None else self.starts[row]
         if 0 < room < (n := self.shortest[state]):
             raise UserError(f"the shortest match has {n} tokens, max_new_tokens is {room}")

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from inference.sampling import ENDED
-from inference.serve import Prompts, Scheduler
+from inference.sampling import ENDED, Prompt
+from inference.serve import Scheduler
 from model import GPT
+
+Prompts = str | Tensor | Sequence[Prompt]
 
 
 def generate(model: GPT, idx: Prompts, max_new_tokens: int, **options: Any) -> Any:
@@ -21,7 +23,7 @@ def generate(model: GPT, idx: Prompts, max_new_tokens: int, **options: Any) -> A
     Returns (B, T + n) int64 for a tensor, an ended row's last token repeated; a list of (T_i +
     n_i,) int64 for a list; for texts whole texts, up to an end token or stop string.
     """
-    scheduler = Scheduler(model, idx, max_new_tokens, slots=None, **options)
+    scheduler = Scheduler(model, idx, max_new_tokens, samples=None, **options)
     rows = {row.index: row for row in scheduler.progress()}
     made: list[Any] = [
         torch.tensor([*row.prompt, *row.new], device=scheduler.device) if row.text is None
@@ -43,9 +45,10 @@ def stream(model: GPT, idx: Prompts, max_new_tokens: int, **options: Any) -> Ite
     Yields (B,) int64 on the CPU; ENDED (-1) for a row that has ended.
     Raises ValueError: an option is out of range, a prompt is empty, or no match is short enough.
     """
-    scheduler = Scheduler(model, idx, max_new_tokens, slots=None, **options)
+    scheduler = Scheduler(model, idx, max_new_tokens, samples=None, **options)
+    n = 1 if isinstance(idx, str) else len(idx)
     # A prompt that waits for a shared prefix is a token late.
-    ready: list[deque[int]] = [deque() for _ in range(scheduler.slots)]
+    ready: list[deque[int]] = [deque() for _ in range(n)]
     with closing(scheduler.progress()) as rows:
         for row in rows:
             ready[row.index] += [*row.new[-1:], *[ENDED] * row.ended]

@@ -44,7 +44,8 @@ def stream(
     Raises ValueError: as engine.stream(), or a prompt needs more pages than the pool has.
     """
     options = {"slots": 8, "kv_cache": "paged", **options}
-    with closing(Scheduler(model, prompts, max_new_tokens, **options).progress()) as rows:
+    scheduler = Scheduler(model, prompts, max_new_tokens, samples=None, **options)
+    with closing(scheduler.progress()) as rows:
         for row in rows:
             if row.new:
                 yield row.index, row.new[-1]
@@ -58,10 +59,10 @@ Launched = tuple[Sequence[Row], Callable[[], list[list[int]]]]
 class Scheduler:
     def __init__(self, model: GPT, prompts: Prompts, max_new_tokens: int | Iterable[int],
                  *, generator: torch.Generator | Iterable[torch.Generator] | None = None,
-                 slots: int | None = None, samples: int = 1, kv_cache: str = "auto",
+                 slots: int | None = None, samples: int | None = None, kv_cache: str = "auto",
                  compile: bool = False, n_pages: int | None = None, page_size: int = PAGE_SIZE,
                  **options: Any) -> None:  # fmt: skip
-        """slots: None: a row for each prompt; samples: texts of each prompt."""
+        """slots: None: a row for each prompt; samples: texts of each, begun when there is room."""
         self.model, self.block_size = model, model.config.block_size
         self.device = model.transformer.wte.weight.device
         self.options = Options(model.config.vocab_size, model.tokenizer, **options)
@@ -75,22 +76,23 @@ class Scheduler:
         rooms = _each("max_new_tokens", max_new_tokens, n)
         todo: Any = ((e, in_range("max_new_tokens", room, 0)) for e, room in zip(encoded, rooms))
         constraint, most = self.options.constraint, [self.block_size] * self.slots
-        n_texts = None if n is None else n * samples
+        n_texts = None if n is None else n * (samples or 1)
         if n_texts is not None:
             self.slots = min(self.slots, n_texts)
             todo = [*todo]  # errors at once
-            most = [len(ids) + room - 1 for (_, ids), room in todo] * min(samples, self.slots)
+            most = [len(ids) + room - 1 for (_, ids), room in todo]
+            most *= min(samples or 1, self.slots)
             most = nlargest(self.slots, most)  # as Row.most
             if isinstance(constraint, Sequence):
                 constraint = [*islice(_each("constraint", constraint, n_texts), n_texts)]
-        texts = chain.from_iterable(repeat(each, samples) for each in todo)
+        texts = chain.from_iterable(repeat(each, samples or 1) for each in todo)
         generators = _each("generator", generator, n_texts)
         self.coming: Iterator[Row] = (
             Row(index, prompt, room, one, self.device, self.options)
             for index, ((prompt, room), one) in enumerate(zip(texts, generators))
         )
-        if n is not None and not isinstance(generator, Iterator):
-            self.coming = iter([*self.coming])  # see uniform()
+        if n is not None and samples is None:  # rows of one generator draw in order
+            self.coming = iter([*self.coming])
         self.waiting: list[Row] = []
         self.rows: list[Row] = []  # in progress
         page_size = in_range("page_size", page_size, 1)
@@ -126,7 +128,7 @@ class Scheduler:
 
     @torch.no_grad()
     def progress(self) -> Generator[Row, None, None]:
-        """Yield each row when it begins, in order, and after each of its tokens."""
+        """Yield each row when it is taken, in order, and after each of its tokens."""
         ahead = 1 if self.device.type == "cuda" else 0  # steps launched before one is read
         launched: deque[Launched] = deque()
         try:

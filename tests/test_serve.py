@@ -17,7 +17,8 @@ from test_generate import lively
 from test_model import SHAPES, build, tokens
 from torch import Tensor
 
-from inference import engine, serve
+from data import CharTokenizer
+from inference import constrain, engine, serve
 from inference.sampling import ENDED, Stats
 from model import GPT
 
@@ -113,13 +114,24 @@ def nine_tokens(window: Any, prompt: tuple[int, ...]) -> list[int]:
     return alone(random_model(window), list(prompt), 9, 0, temperature=0)
 
 
+def test_rows_of_one_generator_draw_in_order() -> None:
+    """A row draws 64 numbers at a time."""
+    model, prompts, found = lively(block_size=128), [[1], [2], [3]], []
+    for slots, kind in ((3, list), (1, list), (3, iter), (1, iter)):
+        one = torch.Generator().manual_seed(1)
+        found.append(dict(whole(model, prompts, 70, slots=slots, generator=kind([one] * 3))))
+    assert found == found[:1] * 4
+
+
 def test_invalid_options_are_named() -> None:
     model, prompts = build().eval(), [[1, 2], [3], [4, 5]]
+    ab = constrain.regex("[ab]+", CharTokenizer([*"abcdef"]))
     for options, words in (
         ({"slots": 0}, "slots.* 0"), ({"page_size": 0}, "page_size.* 0"),
         ({"n_pages": 1}, "n_pages"), ({"n": [4, 4]}, "max_new_tokens"),
         ({"generator": list(islice(seeds(), 2))}, "generator"), ({"n": -1}, "max_new_tokens.* -1"),
         ({"prompts": [[1], [3], []]}, "prompt 2"),
+        ({"prompts": iter(prompts), "constraint": [None, ab]}, "constraint"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=words):
             list(whole(model, **{"prompts": prompts, "n": 5} | options))
