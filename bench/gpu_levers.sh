@@ -34,10 +34,9 @@ from torch.profiler import ProfilerActivity, profile
 
 import core.loss
 from attention import triton_flash
-from bench.candidates import Job, Ours
+from bench.candidates import Bench, Ours
 from bench.settings import load_config
 from core import flops
-from core.options import TrainConfig
 
 END = time.time() + float(os.environ["LIMIT"])
 TINY = bool(os.environ.get("TINY"))
@@ -130,13 +129,12 @@ class Variant:
     def __init__(self, name):
         options, self.replaced, inductor = VARIANTS[name]
         options = {**BASE, **options, **(SMALL if TINY else {})}
-        config = settings.to(TrainConfig, **options, attention_fallback=False)
-        job = Job(name, Ours, "", settings, config, device, V, None, None)
-        self.name, self.times = name, []
+        bench = Bench("train", settings, device, (), {}, V, {})
+        self.who = Ours(bench, name, **options)
+        self.name, self.times, config = name, [], self.who.config
         torch.manual_seed(config.seed)
-        self.who = Ours(job)
         self.who.for_training()
-        self.batch = job.random_tokens(config.batch_size)
+        self.batch = self.who.random_tokens(config.batch_size)
         self.tokens = config.batch_size * config.block_size
         start = time.time()
         with torch._inductor.config.patch(inductor):

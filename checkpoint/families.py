@@ -63,14 +63,15 @@ ASSUMED: dict[str, Json] = {
     "qwen3": {"sliding_window": 4096, "num_key_value_heads": 32, "head_dim": 128},
 }
 GELUS = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "exact"}
-No, One = Literal[False] | None, Annotated[float, Field(ge=1, le=1)] | None
+No, One = Literal[False] | None, Annotated[float, Field(ge=1, le=1)]
 SUPPORTED = {  # in config.json; other fields are free
     "scale_attn_weights": Literal[True] | None, "scale_attn_by_inverse_layer_idx": No,
     "add_cross_attention": No, "attention_bias": No, "mlp_bias": No, "rope_interleaved": No,
-    "hidden_act": Literal["silu"] | None, "pretraining_tp": One, "partial_rotary_factor": One,
-    "quantization_config": None, "rope_scaling": Json | None, "rope_parameters": Json | None,
+    "hidden_act": Literal["silu"] | None, "quantization_config": None,
+    "pretraining_tp": One | None, "partial_rotary_factor": One | None,
+    "rope_scaling": Json | None, "rope_parameters": Json | None,
     "layer_types": list[Literal["full_attention", "sliding_attention"]] | None,
-    "max_window_layers": Count | None,
+    "max_window_layers": Count,
 }  # fmt: skip
 
 
@@ -184,6 +185,7 @@ def read_config(saved: Any, source: str, **changes: object) -> GPTConfig:
     kind = valid(saved, record(model_type=Literal[tuple(ASSUMED)]), source)["model_type"]
     family = "gpt2" if kind == "gpt2" else "llama"
     needed: Json = dict.fromkeys(SIZES[family].values(), int)
+    needed[SIZES[family]["n_layer"]] = Annotated[int, Field(ge=1, le=9999)]
     needed |= {"activation_function": Literal[tuple(GELUS)]} if kind == "gpt2" else {}
     saved = valid(ASSUMED[kind] | saved, record(SUPPORTED, **needed), source)
     found = {ours: saved[theirs] for ours, theirs in SIZES[family].items()} | HAS[family]
@@ -202,8 +204,9 @@ def _from_llama(kind: str, saved: Json, source: str) -> Json:
         raise FileError(f"{source} has rope_parameters of {nested[0]} alone")
     how = rope.get("rope_type", rope.get("type", "default"))
     numbers = dict.fromkeys(ROPE if how == "llama3" else (), float)
-    known = record(SUPPORTED, rope_type=Literal["default", "llama3"], **numbers)
-    valid(rope | {"rope_type": how}, known, f"{source}: rope_parameters")
+    known = {"rope_type": Literal["default", "llama3"], **numbers}
+    where = f"{source}: rope_parameters or rope_scaling"
+    valid(rope | {"rope_type": how}, record({"partial_rotary_factor": One}, **known), where)
     return {
         "n_kv_head": saved.get("num_key_value_heads") or saved["num_attention_heads"],
         "head_size": saved.get("head_dim"),
@@ -227,7 +230,7 @@ def _windows(kind: str, saved: Json, source: str) -> int | tuple[int | None, ...
         return window
     if kind == "llama" or not saved.get("use_sliding_window", False):
         return None
-    first = 28 if (given := saved.get("max_window_layers")) is None else given
+    first = saved.get("max_window_layers", 28)
     types = types or ["full_attention"] * min(first, n) + ["sliding_attention"] * (n - first)
     return tuple(window if name == "sliding_attention" else None for name in types)
 

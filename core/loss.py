@@ -90,7 +90,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 def _cross_entropy(logits: Tensor, target: Tensor, counted: Tensor, wide: torch.dtype,
                    want_grad: bool) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Sum, and if wanted its gradient in the logits' dtype; half precision on a CPU: in place."""
+    """Sum, and its gradient in the logits' dtype (half precision on a CPU: in place), or logits."""
     compiling, at_a_time = torch.compiler.is_compiling(), None
     if logits.device.type == "cpu" and logits.dtype != wide and not compiling:
         at_a_time = 2**20 // logits.shape[1]

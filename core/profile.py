@@ -40,7 +40,8 @@ PATTERNS = {  # the first match
 }  # fmt: skip
 RULES = {name: re.compile(text, re.IGNORECASE | re.MULTILINE) for name, text in PATTERNS.items()}
 FUSED = re.compile(r"(triton_(poi|red|per)|cpp)_fused_")  # named after its operators
-FUSED_RULES = RULES | {"attention": re.compile("_fused_.*(?<!log)_softmax(?!_online)")}  # manual's
+MANUAL = re.compile(r"\A.*_fused_.*(?<!log)_softmax(?!_online)")
+FUSED_RULES = RULES | {"attention": MANUAL}
 del FUSED_RULES["products"]
 OPERATOR = re.compile(r"^\w+::\w+$|at::native|elementwise|Memcpy DtoD|Memset")
 

@@ -358,12 +358,15 @@ def _evaluate(node: ast.expr | None, names: Mapping[str, object]) -> Any:
             a = _evaluate(left, names)
             b = _evaluate(right, names)
             numbers = isinstance(a, int | float) and isinstance(b, int | float)
-            if not (numbers or isinstance(op, ast.Add)) or (isinstance(op, ast.Pow) and b > 64):
+            power = isinstance(op, ast.Pow)
+            if not (numbers or isinstance(op, ast.Add)) or (power and abs(b) > 64):
                 raise ValueError  # "a" * 9**9, 9**9**9
             value = _ARITHMETIC[type(op)](a, b)
         case _:
             raise ValueError
     parts = value if isinstance(value, tuple) else (value,)
+    if len(parts) > 1000 or any(isinstance(part, tuple) for part in parts):
+        raise ValueError
     sizes = (p.bit_length() if isinstance(p, int) else len(str(p)) for p in parts)
     if sum(sizes) > LARGEST:
         raise ValueError

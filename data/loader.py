@@ -162,9 +162,9 @@ class Tokens:
                 self._check(self.files[i])
             begin, end = self.begins[i : i + 2].tolist()
             ids = self.maps[i][start - begin : stop - begin]
-            if ids.max() >= self.vocab_size:
+            if (most := ids.max()) >= self.vocab_size:
                 at = f"{self.files[i]['path']}, token {start - begin + int(ids.argmax()):,}"
-                raise FileError(f"{at} is {ids.max()}, but the vocabulary is {self.vocab_size}")
+                raise FileError(f"{at} is {most}, but the vocabulary is {self.vocab_size}")
             found.append(ids)
             start = end
         return found[-1] if len(found) <= 2 else np.concatenate(found)
@@ -177,6 +177,8 @@ class Tokens:
             raise FileError(f"{path}: {getattr(e, 'strerror', e)}; {self.again}") from e
         if stat.S_ISDIR(found.st_mode):
             raise FileError(f"{path} is a folder, expected a file")
+        if not file["tokens"]:
+            raise FileError(f"{path} has no tokens; {self.again}")
         if found.st_size != size:
             why = f"expected {size:,} bytes, got {found.st_size:,}"
             raise FileError(f"{path}: {why}; {self.again}")
@@ -184,7 +186,7 @@ class Tokens:
             raise FileError(f"{path} has changed since the dataset was made; {self.again}")
 
 
-load = Tokens
+load = Tokens  # data.load(...)
 
 
 def why_not_uint16(start: bytes) -> str | None:

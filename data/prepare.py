@@ -56,7 +56,8 @@ def prepare(config: PrepareConfig) -> None:
     dataset = config.dataset or ""
     if dataset not in DATASETS:
         known = f"{', '.join(DATASETS)}; your text: python -m data text --source=PATH"
-        raise FileError(f"dataset {dataset!r}: expected one of {known}")
+        got = f"dataset {dataset!r}: expected one of" if dataset else "name a dataset:"
+        raise FileError(f"{got} {known}")
     out_dir = Path(config.out_dir or Path(__file__).parent / dataset)
     named = printable(out_dir)
     made_from, tokenizer = _made_from(config, dataset)

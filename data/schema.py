@@ -36,7 +36,7 @@ Shard = record(path=str, mtime_ns=int, skip=Count, tokens=Count)  # skip: bytes
 Shards = Annotated[list[Shard], Field(min_length=1)]  # type: ignore[valid-type]
 Meta = record(
     tokenizer=TokenizerMeta, vocab_size=Id, tokens=record(train=Count, val=Count),
-    optional={"dtype": Literal["uint16", "uint32"], "bytes": record({"train": Count, "val": Count}),
+    optional={"dtype": Literal["uint16", "uint32"], "bytes": dict[Literal["train", "val"], Count],
               "shards": record(train=Shards, val=Shards), "eot_begins": bool, "options": Json,
               "baselines": dict[str, float]})  # fmt: skip
 

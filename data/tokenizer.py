@@ -169,7 +169,8 @@ class FileTokenizer(Tokenizer):
         self.made.no_padding()
         self.made.encode_special_tokens = True  # "<|endoftext|>" is ordinary text
         self.content = content
-        self.decoders = re.findall('"type": "(\\w+)"', json.dumps(parts["decoder"]))
+        kinds = re.findall('"type": "(\\w+)"', json.dumps(parts["decoder"]))
+        self.decoders = [kind for kind in kinds if kind != "Sequence"] or ["none"]
         vocab = self.made.get_vocab()
         self.vocab_size = max(vocab.values(), default=-1) + 1
         self.unused = sorted({*range(self.vocab_size)} - {*vocab.values()})
@@ -290,7 +291,7 @@ for character in sorted({*content}):
 @cache
 def _try_patterns(content: str) -> None:
     limited = 'ulimit -v 4194304 2>/dev/null; exec "$0" -c "$1"'
-    command = ["sh", "-c", limited, sys.executable, _TRY_PATTERNS]
+    command = ["/bin/sh", "-c", limited, sys.executable, _TRY_PATTERNS]
     try:
         done = subprocess.run(command, input=content, capture_output=True, text=True, timeout=TRY_S)
         why = "" if done.returncode == 0 else (done.stderr.strip() or "killed").splitlines()[-1]

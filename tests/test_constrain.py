@@ -108,7 +108,8 @@ def test_the_tokenizers_of_models() -> None:
     words = {"decoder": {"type": "WordPiece", "prefix": "##", "cleanup": False}}
     with pytest.raises(UserError, match=r"tokenizer\.json.*WordPiece"):
         constrain.regex(pattern, data.FileTokenizer(json.dumps(gpt2.to_json() | words)))
-    byte_level = data.FileTokenizer(json.dumps(gpt2.to_json()), gpt2.eot)
+    steps = {"type": "Sequence", "decoders": [gpt2.to_json()["decoder"], {"type": "Fuse"}]}
+    byte_level = data.FileTokenizer(json.dumps(gpt2.to_json() | {"decoder": steps}), gpt2.eot)
     characters = data.CharTokenizer([*map(chr, range(32, 256)), "<e>"], eot=224)
     for tokenizer in (gpt2, byte_level, characters):
         model = lively(vocab_size=tokenizer.vocab_size + 3, n_embd=16, n_layer=1)

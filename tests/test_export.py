@@ -81,11 +81,14 @@ def test_the_logits_are_transformers(name, sharded, transformers, tmp_path, monk
 
 @pytest.mark.parametrize("family", ["Mistral", "Qwen2", "Qwen3"])
 def test_a_missing_window_is_that_of_transformers(family, transformers):
-    saved = {**SIZES, "use_sliding_window": True, "max_window_layers": 0}
-    config = getattr(transformers, f"{family}Config")(**saved)
     unused = {"activation_function": "relu"}  # GPT-2's name
     more = {"model_type": family.lower(), "max_position_embeddings": 8192, **unused}
-    assert {*families.read_config({**saved, **more}, "here").windows} == {config.sliding_window}
+    for first in ({"max_window_layers": 0}, {}):
+        saved = {**SIZES, "use_sliding_window": True, "num_hidden_layers": 30, **first}
+        config = getattr(transformers, f"{family}Config")(**saved)
+        begin = 0 if family == "Mistral" else config.max_window_layers
+        windows = families.read_config({**saved, **more}, "here").windows
+        assert windows == (None,) * begin + (config.sliding_window,) * (30 - begin)
 
 
 REFUSED: dict[str, dict[str, Any]] = {
@@ -94,7 +97,8 @@ REFUSED: dict[str, dict[str, Any]] = {
     "full_attention": {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
     "rope_scaling": {"rope_scaling": "linear"}, "rope_parameters.*3": {"rope_parameters": 3},
     "model_type": {"model_type": ["llama"]}, "layer_types.*5": {"layer_types": 5},
-    "max_window_layers": {"max_window_layers": "a"},
+    "max_window_layers": {"max_window_layers": "a"}, "num_hidden": {"num_hidden_layers": 2**70},
+    "high_freq": {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}},
     "rotary": {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
     "attention_bias": {"attention_bias": True}, "mlp_bias": {"mlp_bias": True},
     "hidden_act": {"hidden_act": "gelu"}, "layer_types": {"layer_types": ["full_attention"]},

@@ -295,9 +295,8 @@ def test_as_many_processes_go_on_or_start_again(n, launcher, monkeypatch, tmp_pa
     """Also those that share sequences. Before the run's first checkpoint it starts again."""
     given = ["train.py", "config/my.py", "--out_dir=a b"]
     monkeypatch.setattr(sys, "argv", given)
-    if n > 4:
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-        monkeypatch.setenv("MASTER_ADDR", "node0")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(min(n, 4)))
+    monkeypatch.setenv("MASTER_ADDR", "node0")
     folder = tmp_path / "step-00000005"
     folder.mkdir()
     run = DistInfo(CPU, world_size=n, context_parallel=n // 2 or 1)

@@ -107,7 +107,8 @@ def test_a_damaged_or_missing_file_is_named(fw: Path) -> None:
     for name, damage in DAMAGES.items():
         for path, content in good.items():
             path.write_bytes(damage(content))
-        assert first.name in refused(fw / "fw_*.bin", fw / "other"), name
+            assert path.name in refused(fw / "fw_*.bin", fw / "other"), name
+            path.write_bytes(content)
     for path, content in good.items():
         path.write_bytes(content[1024 * (path == first) :])  # one without a header
     assert first.name in refused(fw / "fw_*.bin", fw / "other")

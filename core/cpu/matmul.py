@@ -25,7 +25,7 @@ _compiling = torch.compiler.is_compiling
 
 
 def convert(model: nn.Module, float32: Float32, decoding: bool = False) -> None:
-    """decoding: with a packed copy of small weights."""
+    """float32: kind of its products; decoding: with a packed copy of small weights. Once."""
     layers: list[Any] = [m for m in model.modules() if type(m) in (nn.Linear, Head)]
     weights = [m.weight for m in layers if m.weight is not None]
     slow = any(w.dtype == torch.bfloat16 for w in weights) and not bfloat16_units()
