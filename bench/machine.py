@@ -154,14 +154,14 @@ def bandwidth(device: torch.device, limit: int | None) -> float:
     return best
 
 
-def about(job: Candidate) -> Json:
+def about(who: Candidate) -> Json:
     """This machine, and the rates that the mode needs: each takes seconds."""
-    device, config, mode = job.device, job.bench.config, job.bench.mode
+    device, config, mode = who.device, who.bench.config, who.bench.mode
     cuda, driver, packages, cpu = None, None, {}, cpu_name() or platform.machine()
     for package in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
             packages[package] = metadata.version(package)
-    if job.bench.cuda:
+    if who.bench.cuda:
         cuda = torch.cuda.get_device_properties(device)
         with suppress(OSError):
             text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
@@ -169,7 +169,7 @@ def about(job: Candidate) -> Json:
     found: Json = {
         "kind": device.type, "name": cuda.name if cuda else cpu, "cpu": cpu,
         "about": describe(device), "threads": torch.get_num_threads(), "packages": packages,
-        "python": platform.python_version(), "dtype": job.dtype,
+        "python": platform.python_version(), "dtype": who.dtype,
         "system": f"{platform.system()} {platform.release()}",
         "capability": [cuda.major, cuda.minor] if cuda else None,
         "driver": driver and driver[1], "cuda": torch.version.cuda,
@@ -180,14 +180,14 @@ def about(job: Candidate) -> Json:
     peak, rate, source, products = flops.Peak(0, "not measured"), None, "not measured", None
     every = mode == "qualify" or getattr(config, "profile", False)
     if mode != "decode":
-        peak = flops.peak(device, job.dtype, job.config.peak_tflops)
+        peak = flops.peak(device, who.dtype, who.config.peak_tflops)
         if cuda and every:
-            products = flops.measured_tflops(device, job.setup.dtype)
+            products = flops.measured_tflops(device, who.setup.dtype)
     if given := getattr(config, "bandwidth_gbs", None):
         rate, source = given * 1e9, "--bandwidth_gbs"
     elif every or mode == "decode":
-        measure = partial(bandwidth, device, job.bench.machine["memory_limit"])
-        what, again = "bytes/s of copies and reads", job.config.peak_tflops == "measure"
+        measure = partial(bandwidth, device, who.bench.machine["memory_limit"])
+        what, again = "bytes/s of copies and reads", who.config.peak_tflops == "measure"
         rate, when = flops.kept_rate(what, device, measure, again)
         source = f"{when}: copies and reads in {LARGEST_COPY / 1e9:.2g} GB"
     found |= {"peak_tflops": peak.tflops or None, "peak_source": peak.source}

@@ -145,10 +145,8 @@ def answers(content: Json) -> list[str]:
 
 
 def disagreeing(rows: list[Row], content: Json) -> Iterator[str]:
-    dtype, exact = (
-        getattr(torch, content["machine"]["dtype"]),
-        "eager" if "hf" in content else "manual",
-    )
+    dtype = getattr(torch, content["machine"]["dtype"])
+    exact = "eager" if "hf" in content else "manual"
     loss, norm = (1e-2, 5e-2) if dtype.itemsize == 2 else (1e-4, 1e-3)
     loss *= content["reference"].get("loss", 0.0)
     manual = {str(r["point"]): r for r in rows if r["backend"] == "manual" and "error_out" in r}

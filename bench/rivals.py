@@ -191,12 +191,12 @@ def candidates(bench: Bench, **changes: Any) -> dict[str, Candidate]:
     return dict([*made.items()][:1]) | others | made
 
 
-def reference(job: Candidate) -> Json:
+def reference(of: Candidate) -> Json:
     """Loss, gradients and FLOPs of the first batch by manual (--hf: eager) in float32."""
     exact: Json = {"dtype": "float32", "tf32": False, "onednn": False, "compile": False}
     exact |= {"attention_backend": "manual", "gradient_checkpointing": False}
     exact |= {"optimizer": "adamw"}  # no step is taken
-    bench, T, B = job.bench, job.config.block_size, job.config.batch_size
+    bench, T, B = of.bench, of.config.block_size, of.config.batch_size
     kind, what = (HuggingFace, bridge.implementation("manual")) if bench.hf else (Ours, "")
     who = kind(bench, "", what, batch_size=B, **exact)
     who.for_training()
@@ -228,6 +228,6 @@ def reference(job: Candidate) -> Json:
         others = per_token - sum(12 * spec.n_head * spec.head_dim * T for spec in specs)
         counted = {"layers": layers, "parameters": who.parameters, "other_flops": others}
         counted |= {"n_embd": who.model.config.hidden_size, "vocab_size": bench.vocab_size}
-        counted |= {"block_size": T, "dropout": job.config.dropout, "bias": False}
+        counted |= {"block_size": T, "dropout": of.config.dropout, "bias": False}
         found["counted"] = counted
     return found
