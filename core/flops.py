@@ -136,7 +136,7 @@ def kept_rate(what: str, device: torch.device, measure: Callable[[], float],
         rate = measure()
         busy = device.type == "cpu" and disturbed(since)
         store(key, [rate, day, busy], "rates.json")
-    when = f"measured {day}, {f'{age} days ago' if age else 'today'}"
+    when = f"measured {day}, " + (f"{age} day{'s' * (age > 1)} ago" if age else "today")
     return rate, when + (", while other programs used these cores" if busy else "")
 
 
