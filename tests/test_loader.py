@@ -181,6 +181,9 @@ def test_ids_of_another_width_are_refused(tmp_path: Path, header: bool) -> None:
         for source, named in ((tmp_path, r"\.bin.*bytes"), (f"{tmp_path}/*.npy", r"\.npy")):
             with pytest.raises(UserError, match=named):
                 main(["shards", f"--source={source}", f"--out_dir={tmp_path / 'out'}"])
+    (tmp_path / "train.bin").write_bytes(b"")
+    with pytest.raises(UserError, match=r"train\.bin.* prepare\.py"):
+        data.load(tmp_path, "train", 8, 10)
 
 
 def test_a_separator_makes_a_path_and_a_file_is_no_dataset(

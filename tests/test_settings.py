@@ -196,6 +196,7 @@ def test_expressions_are_what_python_makes_of_them(a: int, b: int, text: str) ->
 BAD = [  # lines of a file: calls, other names, what takes for ever, what is no plain value
     "n_layer = open('x')", "from os import *", "n_layer = __import__('os').getpid()",
     "n_layer = 2 * heads", "n_layer = 2 * window", "n_layer = ", "n_layer = 1 / 0", "rate = 1e999",
+    "name = str(2 ** -2000)",
     "name = 'a' * 10**12", "n_layer = 9 ** 9 ** 9", "n_layer = 1 << 10**12",
     "n_layer = round(1, -10**9)", "name = f'{n_layer:9999999999}'", "lengths = [1] * 10**12",
     "lengths = {1, 2}", "lengths = [x for x in (1, 2)]", "name = b'x'", "name = '\0'",
@@ -207,7 +208,8 @@ BAD = [  # lines of a file: calls, other names, what takes for ever, what is no 
     "x = f'{name}{name}{name}{name}'\nname = f'" + "{x}" * 9999 + "'",
     *("\n".join([f"x = {first}", *[line] * 40, "name = str(x)"]) for first, line in (  # it grows
         ("'ab'", "x = x + x"), ("'ab'", "x = f'{x}{x}'"), ("3", "x = x ** 60"), ("1", "x = [x, x]"),
-        ("[1]", "x = x + x"), ("[1]", "x = str(x) + str(x)"), ("1", "x = int(str(x) + str(x))"))),
+        ("[1]", "x = x + x"), ("[0]", "x = x + x"), ("[1]", "x = str(x) + str(x)"),
+        ("1", "x = int(str(x) + str(x))"))),
 ]  # fmt: skip
 
 

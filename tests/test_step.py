@@ -254,6 +254,8 @@ def test_forward_and_loss_are_one_graph_without_a_break(dtype, residual, backend
     ("attention", "dkdv_kernel"),
     ("elementwise", "triton_poi_fused__scaled_dot_product_cudnn_attention_backward_gelu_addmm_3"),
     ("elementwise", "cpp_fused__mkl_linear_add_2"),
+    ("attention", "triton_per_fused__softmax_add_1"),
+    ("elementwise", "triton_poi_fused_add_0 in triton_per_fused__softmax_add_1"),
     ("loss", "triton_red_fused__log_softmax__to_copy_sub_2"),
     ("optimizer", "void multi_tensor_apply_kernel<FusedAdamMathFunctor<float, 4>>"),
     ("communication", "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"),
