@@ -209,7 +209,8 @@ class Plan:
     work: type[Any]  # of a candidate, in its process
     candidates: Mapping[str, Candidate]  # by row, most valuable first
     rounds: int
-    points: Sequence[tuple[Json, Json]]  # each with its Spec's fields
+    points: Sequence[Json]
+    spec: Callable[[Json], Json]  # of a point: fields of its Spec
     longest: Mapping[str, int] = field(default_factory=dict)  # tokens of a slow backend
     skip: Callable[[Json, Sequence[Json]], str] = lambda row, rows: ""  # reason, or ""
     one_process: bool = False  # for all rounds of a candidate

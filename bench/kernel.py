@@ -40,9 +40,8 @@ MOST_CALLS = 1000
 def plans(bench: Bench, points: Sequence[Json] = ()) -> list[Plan]:
     longest = {n: LONGEST[n] for n in (bench.slow if bench.config.lengths else LONGEST)}
     skip = partial(too_long, bench.config.slowest_step)
-    specs = [(point, spec_of(point)) for point in points or grid(bench)]
-    who = rivals.candidates(bench)
-    return [Plan(Kernels, who, bench.config.rounds, specs, longest, skip)]
+    who, points = rivals.candidates(bench), points or grid(bench)
+    return [Plan(Kernels, who, bench.config.rounds, points, spec_of, longest, skip)]
 
 
 def spec_of(point: Json) -> Json:

@@ -64,15 +64,11 @@ def kilobytes(file: Path, name: str) -> int:
     return 1024 * int(re.findall(rf"{name}:\s+(\d+) kB", file.read_text(encoding="utf-8"))[0])
 
 
-def empty_cache(device: torch.device, keep: bool = False) -> int:
-    """Free cached memory, unless `keep`; return bytes still held."""
+def empty_cache(device: torch.device) -> None:
     if device.type == "cuda":
-        if not keep:
-            torch.cuda.empty_cache()
-        return torch.cuda.memory_reserved(device) + CONTEXT
-    if platform.libc_ver()[0] == "glibc":
+        torch.cuda.empty_cache()
+    elif platform.libc_ver()[0] == "glibc":
         ctypes.CDLL("libc.so.6").malloc_trim(0)
-    return memory(device, peak=False)
 
 
 def free_memory(device: torch.device) -> int:
@@ -83,7 +79,9 @@ def free_memory(device: torch.device) -> int:
     free = kilobytes(MEMINFO, "MemAvailable")
     limit = CGROUP / "memory.max"
     if limit.exists() and (most := limit.read_text().strip()).isdecimal():
-        free = min(free, int(most) - int((CGROUP / "memory.current").read_text(encoding="ascii")))
+        used, stat = ((CGROUP / f"memory.{name}").read_text() for name in ("current", "stat"))
+        files = int(re.findall(r"^inactive_file (\d+)", stat, re.M)[0])  # Linux frees them
+        free = min(free, int(most) - int(used) + files)
     return free
 
 

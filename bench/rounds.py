@@ -15,7 +15,7 @@ from bench import Json, machine, report, rivals, tables
 from bench.candidates import Bench, Ours, Plan, names
 from bench.settings import Measured, vocabulary
 from bench.tables import Row
-from bench.workers import Failure, Stop, Worker, once
+from bench.workers import GRACE, Failure, Stop, Worker, once
 from core.settings import UserError
 
 SHOWN = 2  # rounds of a shown row
@@ -42,22 +42,16 @@ def begin(mode: str, config: Measured, device: torch.device, stop: Stop) -> Benc
     here = {"memory_limit": limit}
     bench = Bench(mode, config, device, backends, left_out, vocab_size, found, here)
     about = once(machine.about, Ours(bench), stop)
-    bench = replace(bench, machine={**about, "memory_limit": limit or about["free_memory"]})
-    reference: Json = {}
+    bench, reference = replace(bench, machine=about | here), Json()
     if model:
         counts = mode == "train" and not bench.auto
         batch = config.batch_size * config.gradient_accumulation_steps if counts else 1
-        try:
-            reference = once(rivals.reference, Ours(bench, batch_size=batch), stop)
-        except Failure as e:
-            if e.kind == "stopped":
-                raise
-            raise UserError(f"--hf={model}: {e}") from None
-        found |= {"counted": reference.pop("counted")}
+        reference = once(rivals.reference, Ours(bench, batch_size=batch), stop)
+        found["counted"] = reference.pop("counted")
     if mode == "train" and bench.auto:
         reference = {k: n for k, n in reference.items() if k == "flops_per_token"}
         reference["why"] = "each backend has a batch of its own (--batch_size=auto)"
-    return replace(bench, hf=found, reference=reference)
+    return replace(bench, reference=reference)
 
 
 def key(row: Row) -> str:
@@ -71,20 +65,20 @@ class Turns:
         self.bench, self.stop, self.save = bench, stop, save
         self.began = time.perf_counter()
         self.rows: dict[str, Row] = {}
-        self.refused: dict[str, tuple[str, str] | None] = {}
         self.ended: set[str] = set()
         self.workers: dict[str, Worker] = {}
+        self.free = 0  # bytes of the device, after a round
         self.crowded = False  # sleeping processes do not fit into memory
-        self.took: dict[bool, float] = {}  # longest seconds of a group, by: new?
-        self.together = False  # several warm up: memory may do for one alone
+        self.took: dict[bool, float] = {}  # seconds of the last group, by: new?
+        self.together = False  # several warm up
 
     def run(self, plan: Plan) -> None:
-        self.plan, rows = plan, []
-        for (point, spec), who in itertools.product(plan.points, plan.candidates.values()):
-            row = {"mode": self.bench.mode, "backend": who.name, "point": point}
+        self.plan, its = plan, dict[str, Row]()
+        for point, name in itertools.product(plan.points, plan.candidates):
+            row = {"mode": self.bench.mode, "backend": name, "point": point}
             row |= {"status": "stopped", "why": ["no round was measured"], "rounds": []}
-            rows.append(self.rows.setdefault(key(row), row))
-            self.refused[key(row)] = machine.refusal(who, point, spec, plan.longest.get(who.name))
+            its[key(row)] = self.rows.setdefault(key(row), row)
+        rows = [*its.values()]
         done = max((len(row["rounds"]) for row in rows), default=0)
         self.target = done + plan.rounds
         first = done + min(plan.rounds, SHOWN if self.stop.left < math.inf else 1)
@@ -97,7 +91,7 @@ class Turns:
                 self.prepare(group)
                 self.turns(group, first)
                 if any(row["rounds"] for row in group):
-                    self.took[new] = max(self.took.get(new, 0.0), time.monotonic() - began)
+                    self.took[new] = time.monotonic() - began
                 self.refer()
             self.turns(rows, self.target)
         finally:
@@ -109,6 +103,8 @@ class Turns:
     def turns(self, rows: Sequence[Row], rounds: int) -> None:
         for n in range(1, rounds + 1):
             for row in (waiting := self.waiting(rows, n)):
+                if not self.waiting([row], n):  # make_room() ran it
+                    continue
                 if not self.is_warm(row):
                     self.prepare([row])
                 if self.is_warm(row):
@@ -134,7 +130,7 @@ class Turns:
         """Start and warm up."""
         started = [row for row in group if self.attempt(self.start, row)]
         if self.bench.cuda:
-            self.refer()
+            self.refer(again=True)
         self.together = len(started) > 1
         for row in started:
             self.attempt(self.finish, row)
@@ -143,9 +139,11 @@ class Turns:
     def start(self, row: Row) -> None:
         """Send the warm-up. Failure: not worth a process, or time is up."""
         name, plan, stop, left = row["backend"], self.plan, self.stop, self.stop.left
+        who = plan.candidates[name]
         stop.check(0.0 if row["rounds"] else math.inf)  # inf: for signals only
         if not row["rounds"]:
-            if refused := self.refused[key(row)]:
+            longest, spec = plan.longest.get(name), plan.spec(row["point"])
+            if refused := machine.refusal(who, row["point"], spec, longest):
                 raise Failure(*refused)
             if why := plan.skip(row, [*self.rows.values()]):
                 raise Failure("skipped", why)
@@ -153,7 +151,6 @@ class Turns:
                 took = f"it takes about {need:.0f} s" if need else stop.spent
                 raise Failure("stopped", f"{took}, and {max(left, 0):.0f} s were left")
         stop.watch(f"warm-up: {key(row)}")
-        who = plan.candidates[name]
         if self.bench.auto and "batch_size" not in row:  # by another process: memory fragments
             row |= once(plan.work, who.but(compile=False), stop, "largest", self.request(row))
         if name not in self.workers:
@@ -162,7 +159,9 @@ class Turns:
 
     def finish(self, row: Row) -> None:
         worker = self.workers[row["backend"]]
-        warm = self.seen(row, worker.receive())
+        # The others wait for it.
+        most = max(self.stop.left / 3, GRACE) if self.together else math.inf
+        warm = self.seen(row, worker.receive(most))
         worker.warm.add(key(row))
         if "setup_s" not in row:
             row |= {name: value for name, value in warm.items() if name != "peak_bytes"}
@@ -171,7 +170,9 @@ class Turns:
         self.stop.watch(f"round {len(row['rounds']) + 1}: {key(row)}")
         # A warm-up is not lost: receive() allows some seconds more.
         self.stop.check(0.0 if row["rounds"] else math.inf)
-        answer = self.seen(row, self.workers[row["backend"]].ask("round", self.request(row)))
+        worker = self.workers[row["backend"]]
+        answer = self.seen(row, worker.ask("round", self.request(row)))
+        self.free = worker.free_bytes
         row |= {"status": "ok", "rounds": [*row["rounds"], answer]}
         row.pop("why", None)
         if len(row["rounds"]) == min(SHOWN, self.plan.rounds):
@@ -193,27 +194,29 @@ class Turns:
         """End a row; out of memory it waits for another turn, alone, or with a smaller batch."""
         name, full = row["backend"], "out of memory" in str(e)
         n = row.get("batch_size", 1) if self.bench.auto and not row["rounds"] else 1
-        again = full and (self.together or n > 1)  # several steps need more than one
-        if e.kind == "died" or not e.built or again:
+        beside = self.bench.cuda and len(self.workers) > 1  # others hold memory too
+        if e.kind == "failed" or not e.built:
             self.drop(name)
-        if n > 1 and again:
-            row.pop("setup_s", None)
-            row["batch_size"] = n * 3 // 4
-        if again:
+        if full and (beside or n > 1):  # several steps need more than one
+            self.crowded |= beside and not self.together
+            if self.plan.one_process or not row["rounds"]:
+                row |= {"status": "stopped", "why": [str(e)], "rounds": []}
+            if not beside:
+                row.pop("setup_s", None)
+                row["batch_size"] = n * 3 // 4
             return
         same = [r for r in self.rows.values() if r["backend"] == name and not r["rounds"]]
         for its in (row, *(same if not e.built else ())):
             self.ended.add(key(its))
             if e.kind != "stopped" or not its["rounds"]:  # else its rounds so far count
-                its |= {"status": e.kind.replace("died", "failed"), "why": [str(e)], "rounds": []}
+                its |= {"status": e.kind, "why": [str(e)], "rounds": []}
         if e.kind not in ("stopped", "unavailable"):
             self.stop.tell(f"{key(row)}: {e.kind}: {e}")
 
     def make_room(self) -> None:
         """End processes that do not fit; with one_process after all rounds."""
         largest = max(row.get("memory_bytes", 0) for row in self.rows.values())
-        held = sum(worker.held_bytes for worker in self.workers.values()) + largest
-        self.crowded |= 0 < 0.9 * self.bench.machine["memory_limit"] < held
+        self.crowded |= 0 < self.free < 1.1 * largest
         if not self.crowded:
             return
         for row in self.rows.values() if self.plan.one_process else ():
@@ -226,12 +229,15 @@ class Turns:
         for worker in (self.workers.pop(name) for name in names if name in self.workers):
             worker.close()
 
-    def refer(self) -> None:
+    def refer(self, again: bool = False) -> None:
+        """again: out of memory it has another turn."""
         if self.bench.reference or not self.plan.reference:
             return
         try:
             found = once(rivals.reference, self.plan.reference, self.stop)
         except Failure as e:
+            if again and "out of memory" in str(e):
+                return
             found = {"why": str(e)}
         self.bench = replace(self.bench, reference=found)
 

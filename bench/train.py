@@ -32,8 +32,8 @@ def plans(bench: Bench) -> list[Plan]:
 def steps(bench: Bench) -> Json:
     compiled = bench.cuda if bench.config.compile is None else bench.config.compile
     longest = {name: (COMPILED if compiled else LONGEST)[name] for name in bench.slow}
-    points: list[tuple[Json, Json]] = [({}, {**bench.layer, "dropout": bench.model.dropout})]
-    return {"points": points, "longest": longest, "one_process": compiled}
+    spec = {**bench.layer, "dropout": bench.model.dropout}
+    return {"points": [{}], "spec": lambda _: spec, "longest": longest, "one_process": compiled}
 
 
 def figures(row: Row, part: Json) -> Json:

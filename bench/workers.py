@@ -38,7 +38,7 @@ Work = Callable[[Candidate], Any]  # its result answers the requests, or is the 
 
 @dataclass(eq=False)
 class Failure(Exception):
-    kind: str  # unavailable, failed, died, skipped or stopped
+    kind: str  # a row's status: unavailable, failed, skipped or stopped
     why: str
     built: bool = True  # False: the candidate cannot be built
 
@@ -88,7 +88,7 @@ class Stop:
 class Worker:
     def __init__(self, work: Work, who: Candidate, stop: Stop) -> None:
         stop.check()
-        self.timeout, self.stop, self.held_bytes = who.bench.config.timeout, stop, 0
+        self.timeout, self.stop, self.free_bytes = who.bench.config.timeout, stop, 0
         self.warm: set[str] = set()  # rows
         self.errors = tempfile.NamedTemporaryFile()  # noqa: SIM115
         self.pipe, theirs = SPAWN.Pipe()
@@ -112,22 +112,24 @@ class Worker:
         with suppress(OSError):  # receive() raises for a process that died
             self.pipe.send((call, request))
 
-    def receive(self) -> Json:
-        deadline = time.monotonic() + self.timeout
+    def receive(self, most: float = math.inf) -> Json:
+        """The answer, within --timeout and `most` seconds."""
+        most = min(most, self.timeout)
+        deadline = time.monotonic() + most
         try:
             while not self.pipe.poll(LOOK):
                 self.stop.check(GRACE)
                 if time.monotonic() > deadline:
-                    raise Failure("died", f"no answer within {self.timeout:g} s (--timeout)")
+                    raise Failure("failed", f"no answer within {most:.6g} s (--timeout, --minutes)")
                 if not self.process.is_alive() and not self.pipe.poll():
                     raise EOFError
             answer = self.pipe.recv()
         except (EOFError, OSError):
             self.stop.check()  # perhaps by Ctrl-C
-            raise Failure("died", self.death()) from None
+            raise Failure("failed", self.death()) from None
         if isinstance(answer, Failure):
             raise answer
-        self.held_bytes = answer.pop("held_bytes")
+        self.free_bytes = answer.pop("free_bytes")
         return answer
 
     def ask(self, call: str, request: Json) -> Json:
@@ -187,17 +189,14 @@ def serve(pipe: Connection, work: Work, who: Candidate, errors: str, sent_at: fl
             if call == "warm_up":
                 took = {"setup_s": setup_s, "warm_up_s": time.perf_counter() - began}
                 answer = {"dtype": who.dtype, **answer, **took}
-            keep = who.bench.mode == "decode"  # its rounds have no warm-up
-            answer["held_bytes"] = machine.empty_cache(device, keep)
+            if who.bench.mode != "decode":  # its rounds have no warm-up
+                machine.empty_cache(device)
+            answer["free_bytes"] = machine.free_memory(device)
             json.dumps(answer, allow_nan=False)  # it becomes a row
         except (BackendUnavailable, UserError, ImportError) as e:
             answer = Failure("unavailable", machine.reason(e), built is not None)
         except Exception as e:
             answer = Failure("failed", machine.failure(e), built is not None)
-            try:
-                machine.reset_peak(device)
-            except Exception:  # CUDA is unusable now
-                answer.kind = "died"
         pipe.send(answer)
 
 

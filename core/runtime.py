@@ -30,7 +30,7 @@ from core.process import SIGNALS, escaped
 from core.settings import UserError
 
 M = TypeVar("M", bound=nn.Module)
-OUT_OF_MEMORY = re.compile("DefaultCPUAllocator: |out of memory")
+OUT_OF_MEMORY = re.compile("DefaultCPUAllocator: |out of memory|_ALLOC_FAILED")
 
 
 def pick_device(wanted: str) -> torch.device:

@@ -17,6 +17,7 @@ from benches import by_backend, kernel, measured, run, small, write_tokens
 from checkout import ROOT
 from conftest import few
 
+from bench.candidates import Bench
 from bench.record import verify
 
 KERNELS = [*small("kernel"), "--lengths=8", "--batch_sizes=3"]
@@ -71,15 +72,27 @@ def test_a_process_that_hangs_is_a_row(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_processes_that_do_not_fit_together_are_new_in_each_round(tmp_path: Path) -> None:
-    argv = [*small("train"), f"--backends={','.join(kernel(tmp_path, name) for name in 'abcd')}"]
-    limit = 100.0  # GB
-    for processes in (4, 8):
-        content = measured(*argv, f"--memory_gb={limit}")
+    (full := tmp_path / "meminfo").write_text("MemAvailable: 9 kB\n", encoding="utf-8")
+    fills = f"import bench.machine; bench.machine.MEMINFO = Path({str(full)!r})"
+    for does, processes in (("pass", 4), (fills, 8)):
+        files = ",".join(kernel(tmp_path, name, does) for name in "abcd")
+        content = measured(*small("train"), f"--backends={files}", "--memory_gb=1")
         assert all(len(r["rounds"]) == 2 for r in content["rows"])
         assert content["fresh_rounds"] == (processes == 8)
         assert len({pid for _, pid in calls(tmp_path)}) == processes
         (tmp_path / "log.txt").unlink()
-        limit = 3e-9 * max(r["memory_bytes"] for r in content["rows"])  # for three of the four
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_beside_others_is_measured_alone(tmp_path, monkeypatch) -> None:
+    """As if on CUDA, where three warm up together: c has memory in its third process."""
+    monkeypatch.setattr(Bench, "cuda", True)
+    log = f"Path({str(tmp_path / 'log.txt')!r}).read_text().splitlines()"
+    few = f"len({{line for line in {log} if line[0] == 'c'}}) < 3"
+    full = f"if B > 2 and {few}: raise torch.OutOfMemoryError('made up')"
+    files = [kernel(tmp_path, name, full if name == "c" else "pass") for name in "abcd"]
+    rows = measured(*small("train"), f"--backends={','.join(files)}", "--compile=False")["rows"]
+    assert [(r["status"], len(r["rounds"])) for r in rows] == [("ok", 2)] * 4
 
 
 def test_what_has_no_time_left_is_named_with_the_time_it_takes(
