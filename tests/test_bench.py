@@ -28,7 +28,7 @@ from core.settings import UserError
 def test_a_kernel_that_is_wrong_in_long_texts_is_off_by_its_error(tmp_path):
     wrong = kernel(tmp_path, "wrong", "out = out * (1.01 if T == 300 else 1)")
     content = measured(*small("kernel"), f"--backends={wrong}", "--lengths=16,300",
-                       "--batch_sizes=1")
+                       "--batch_sizes=1", code=1)
     for row, off in zip(content["rows"], (0.0, 0.01), strict=True):
         assert [row["error_out"], row["error_grad"]] == pytest.approx([off] * 2, rel=1e-3, abs=1e-5)
     assert any("error_out 1.0e-02" in answer for answer in content["answers"])
@@ -104,8 +104,9 @@ def test_the_free_memory_of_a_container_is_what_its_limit_leaves(tmp_path, monke
         monkeypatch.setattr(machine, name, path)
     (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:   5000000 kB\n")
     (tmp_path / "memory.current").write_text("1200000000\n")
+    (tmp_path / "memory.stat").write_text("file 900\ninactive_file 500\n")  # of it, read files
     for limit, free in (("", 5_120_000_000), ("max", 5_120_000_000),
-                        ("3000000000", 1_800_000_000), ("30000000000", 5_120_000_000)):
+                        ("3000000000", 1_800_000_500), ("30000000000", 5_120_000_000)):
         if limit:
             (tmp_path / "memory.max").write_text(f"{limit}\n")
         assert machine.free_memory(torch.device("cpu")) == free
@@ -222,6 +223,14 @@ def test_what_a_backend_refuses_is_a_row_that_says_so(tmp_path):
     flop, hidden = content["flops_per_token"], 2 * 32 - 16.5 - (36 + 24 * 8) / 32  # keys
     assert flop["mfu"] - flop["mfu_causal"] == pytest.approx(12 * 4 * 8 * hidden)
     assert content["hf"]["counted"]["parameters"] == WEIGHTS + 9 * 32  # and gains
+
+
+@pytest.mark.slow
+def test_batches_of_their_own_have_no_loss_in_common(tmp_path):
+    content = measured(*small("train", own=False), hf(tmp_path), "--backends=sdpa",
+                       "--batch_size=auto", "--block_size=2", "--rounds=1")
+    assert [r["batch_size"] for r in content["rows"]] == [4096] * 3  # the most that are tried
+    assert not any("loss_difference" in r for r in content["rows"]) and verify(content) == []
 
 
 @pytest.mark.slow
