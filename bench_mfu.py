@@ -11,9 +11,8 @@ import json
 import math
 import shlex
 import sys
-from contextlib import closing
+from contextlib import closing, suppress
 from datetime import datetime, timezone
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -39,37 +38,40 @@ def measure(mode: str, argv: list[str], loaded: Loaded[Any]) -> int:
     print(f"settings: {', '.join(sorted(files)) or 'the defaults'}", *loaded.notes, sep="\n",
           file=sys.stderr)  # fmt: skip
 
-    @cache
-    def folder() -> Path:
-        # The default is the project's, also from another folder.
-        root = ROOT if config.records_dir == type(config).records_dir else Path()
-        return record.new_folder(root / config.records_dir, config.record, bench.machine)
+    folder: Path | None = None
 
-    def save(content: Json, whole: bool = False) -> Json:
-        content = record.complete({**about, **content})
-        if config.record is not None:
-            record.write(folder(), content, whole)
-        return content
+    def save(content: Json) -> None:
+        if folder:
+            with suppress(UserError):  # the last one counts
+                record.write(folder, record.complete(about | content), whole=False)
 
-    minutes = config.minutes or (10.0 if device.type == "cuda" else math.inf)
-    stop = Stop(minutes if mode != "qualify" else math.inf)  # each stage has its own deadline
+    stop = Stop(config.minutes or (10.0 if device.type == "cuda" else math.inf))
     with closing(StopSignal("stopping; keeping the results so far")) as stop.signals:
         try:
             bench = rounds.begin(mode, config, device, stop)
+            if config.record is not None:
+                # The default is the project's, also from another folder.
+                root = ROOT if config.records_dir == type(config).records_dir else Path()
+                folder = record.new_folder(root / config.records_dir, config.record, bench.machine)
             if mode == "qualify":
                 content = qualify.run(bench, loaded.origins, stop, save)
             else:
                 content = rounds.measure(bench, report.MODES[mode].plans(bench), stop, save)
-            content = save(content, whole=True)
+            content = record.complete(about | content)
+            print(report.terminal(content))
+            if folder:
+                record.write(folder, content)
+                print(f"record: {folder}")
         except Failure as e:
             if e.kind == "stopped":
                 print(f"{e}; nothing was measured", file=sys.stderr)
                 return stop.code or 1
             given = f" (--memory_gb={config.memory_gb:g})" if config.memory_gb else ""
             raise UserError(f"nothing can be measured on {device}{given}: {e}") from None
-    print(report.terminal(content))
-    if config.record is not None:
-        print(f"record: {folder()}")
+        finally:
+            if folder:
+                with suppress(OSError):  # empty: nothing was measured
+                    folder.rmdir()
     if config.json:
         print(json.dumps(content, allow_nan=False))
     return stop.code or int(report.failed(content))

@@ -23,7 +23,6 @@ from bench.workers import Failure, Stop, Worker
 from core.settings import UserError
 from data.prepare import PrepareConfig
 
-MINUTES = 9.0
 GRAPHS = 120.0  # seconds, for CUDA graphs
 TRAINED = 4
 LENGTHS = (1024, 4096, 16384, 512, 2048, 8192)  # the most informative first
@@ -136,9 +135,8 @@ def proof(bench: Bench, stop: Stop) -> Json:
                 if e.kind == "stopped":
                     break
                 answer = {"verdict": "wrong", "why": str(e)}
-                if e.kind == "died":
-                    workers.close()
-                    worker = None
+                workers.close()
+                worker = None
             row[answer["verdict"]] += 1
             row["not_reached"] -= 1
             if answer["verdict"] == "wrong":
@@ -154,19 +152,18 @@ def run(bench: Bench, given: Container[str], stop: Stop, save: rounds.Save) -> J
         batch = 64 if free >= 70e9 else 16 if free >= 22e9 else 4
         config = replace(config, gradient_accumulation_steps=1, batch_size=batch)
         bench = replace(bench, config=config)
-    whole = Stop(config.minutes or MINUTES)
     wanted = [names[n - 1] for n in sorted({*config.stages})]
     missing, content = [*wanted], {**bench.part, "stages": []}
     for i, name in enumerate(wanted):
         share, mode, options = STAGES[name]
-        box = whole.left * share / sum(STAGES[later][0] for later in wanted[i:])
+        box = stop.left * share / sum(STAGES[later][0] for later in wanted[i:])
         changed = config.to(MODES[mode], **options)
         own = replace(bench, mode=mode, config=changed, backends=ranked(content, bench))
-        stop.tell(f"stage {1 + names.index(name)}, {name}: {max(box, 0):.0f} s at most")
         its = Stop(box / 60, stop.signals)
         entry: Json = {"name": name, "box_s": box, "why": "", "record": {}, "status": "done"}
         try:
             its.check()
+            stop.tell(f"stage {1 + names.index(name)}, {name}: {box:.0f} s at most")
             entry["record"] = measure(name, own, its)
             if why := entry["record"].get("incomplete", its.why):
                 entry |= {"status": "cut", "why": why}

@@ -45,9 +45,12 @@ def rows_of(content: Json, name: str) -> list[Json]:
 
 def failed(content: Json) -> bool:
     """True if a kernel was wrong, a training ended elsewhere, or nothing was measured."""
-    rows: list[Json] = rows_of(content, "proof") if "stages" in content else content["rows"]
-    ended = {one["status"] for one in content.get("stages", rows)}
-    wrong = any(row.get("wrong") or row.get("verdict") == "FAIL" for row in rows)
+    wrong = "stages" in content and any(row["wrong"] for row in rows_of(content, "proof"))
+    for part in sections_of(content):
+        rows = [row for row in part["rows"] if row["status"] == "ok"]
+        wrong |= any(row.get("verdict") == "FAIL" for row in part["rows"])
+        wrong |= any(disagreeing(rows, part))
+    ended = {one["status"] for one in content["stages" if "stages" in content else "rows"]}
     return wrong or not ended & {"ok", "done"}
 
 

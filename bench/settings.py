@@ -72,7 +72,7 @@ class Settings(TrainConfig):
 @dataclass(frozen=True)
 class Measured(Settings):
     backends: tuple[str, ...] = ("all",)  # names from python -m attention or files, with commas
-    minutes: PositiveFloat | None = None  # time limit; none: qualify 9, on CUDA 10
+    minutes: PositiveFloat | None = None  # time limit; none: on CUDA 10
     timeout: PositiveFloat = 900.0  # seconds for one answer of a process
     record: Slug | None = None  # write bench/records/DATE_DEVICE_RECORD
     records_dir: str = "bench/records"  # the folder of the records
@@ -157,6 +157,7 @@ class Qualify(Measured):
     """All of these on a new machine, in nine minutes."""
 
     uses: ClassVar[set[str]] = TRAINING | RATES
+    minutes: PositiveFloat = 9.0  # time limit
     record: Slug = "qualify"  # write bench/records/DATE_DEVICE_RECORD
     rival: tuple[str, ...] = ()  # in the same rounds: nanogpt=PATH, hf
     stages: tuple[Annotated[int, Field(ge=1, le=6)], ...] = (1, 2, 3, 4, 5, 6)  # docs/MEASURE.md
@@ -233,8 +234,7 @@ def load_config(argv: list[str], mode: str | None = None) -> Loaded[Any]:
             raise UserError(f"no effect with --{other}: {lost}")
     compiled = kind is Decode and "compile" in on_line and settings.compile
     if compiled and not {"auto", "static"} & {*settings.kv_caches}:
-        got = ", ".join(settings.kv_caches)
-        raise UserError(f"--compile needs static in --kv_caches, got {got}")
+        raise UserError(f"--compile needs static in --kv_caches, got {settings.kv_caches}")
     if kind is Decode and "batch_size" in on_line and settings.batch_size != "auto":
         got = f"--batch_size={settings.batch_size}"
         raise UserError(f"{got}: mode decode has --batch_sizes, or --batch_size=auto")
@@ -243,7 +243,7 @@ def load_config(argv: list[str], mode: str | None = None) -> Loaded[Any]:
 
 def vocabulary(config: Settings) -> tuple[int, str]:
     if config.vocab_size:
-        return config.vocab_size, "--vocab_size"
+        return config.vocab_size, "vocab_size"
     folder = data.find(config.dataset, config.data_dir)
     with suppress(UserError):
         return data.padded(data.read_meta(folder)["vocab_size"]), f"the dataset in {folder}"
