@@ -7,7 +7,7 @@
 #
 # Stages: smoke (each kernel against float64) next to train (train, resume, sample), untimed; then
 # alone step and step64 (a training step), decode, kernels, qualify. When one ends, $OUT gets its
-# output as STAGE.txt, its key lines in summary.txt (read that first), and records.tgz.
+# key lines in summary.txt (read that first), and records.tgz: records/, and all output in stages/.
 # Without a network: wheels of the packages that are missing in .whl/, nanoGPT in .rivals/nanoGPT.
 set -u
 me=$(realpath "${BASH_SOURCE[0]}")
@@ -19,7 +19,7 @@ SCALE=${SCALE:-1}            # factor of each stage's seconds
 PY=${PY:-python3}
 STAGES=${STAGES:-smoke train step step64 decode kernels qualify}
 TINY=${TINY:-}
-mkdir -p "$OUT" "$W/records"
+mkdir -p "$OUT" "$W/records" "$W/stages"
 
 if [ "${1:-}" != run ] && compgen -G ".whl/*.whl" >/dev/null; then
   $PY -m pip install -q --no-index --no-deps --upgrade --target "$W/site" .whl/*.whl
@@ -51,7 +51,7 @@ fi
 
 smoke() {  # five processes at a time
   echo $names | tr ' ' '\n' | PYTHONPATH=.:${PYTHONPATH:-} xargs -P 5 -I{} \
-    timeout -k 5 $((110 * SCALE)) $PY "$W/smoke.py" {} $device
+    timeout --foreground -k 5 $((110 * SCALE)) $PY "$W/smoke.py" {} $device
 }
 
 train() {
@@ -87,7 +87,7 @@ step() {
 decode() {
   PYTHONPATH=.:${PYTHONPATH:-} $PY "$W/graphs.py" $device
   bench decode --backends=sdpa,paged --kv_caches=dynamic,auto,static,paged --batch_sizes=$batch_sizes \
-    --prompts=$length --new_tokens=$length --compile=True --rounds=2 --record=decode
+    --prompts=$length --new_tokens=$length --compile=True --rounds=2 --minutes="$1" --record=decode
 }
 
 qualify() {
@@ -97,6 +97,7 @@ qualify() {
 minutes() { $PY -c "print(round($1 * $SCALE / 60, 2))"; }
 
 if [ "${1:-}" = run ]; then
+  trap : TERM  # a command that is stopped writes its record first
   "${@:2}"
   exit
 fi
@@ -118,6 +119,12 @@ from attention.select import admit
 from attention.spec import Machine, Policy, Spec
 
 name, device = sys.argv[1:]
+
+
+def say(*words):  # other processes write too
+    sys.stdout.write(" ".join(map(str, words)) + "\n")
+
+
 here = Machine.here(device)
 cuda = device == "cuda"
 half = "bfloat16" if cuda else "float32"
@@ -137,7 +144,7 @@ for both, heads, more in cases[:2] if not cuda else cases:
         spec, began, kernels = Spec(*heads, **more, compiled=compiled), time.time(), ()
         why = [str(reason) for reason in admit(name, spec, here, Policy())[1]]
         if why:
-            print("refused", name, spec, why[0])
+            say("refused", name, spec, why[0])
             continue
         backend = BACKENDS[name]
         if compiled:
@@ -159,11 +166,11 @@ for both, heads, more in cases[:2] if not cuda else cases:
         except Exception as e:
             why = [f"{type(e).__name__}: {str(e).strip().splitlines()[:1]}"]
             if type(e).__name__ == "DeviceLost":
-                print("LOST", name, spec, *why)
+                say("LOST", name, spec, *why)
                 raise
         how = "compiled" if compiled else "eager"
         took = f"{time.time() - began:.1f} s"
-        print("WRONG" if why else "OK", name, how, spec, *kernels, took, *why)
+        say("WRONG" if why else "OK", name, how, spec, *kernels, took, *why)
 PY
 
 cat >"$W/tokens.py" <<'PY'
@@ -262,7 +269,8 @@ PY
 
 # ---------------------------------------------------------------------------- the stages
 
-KEYS='^(OK|WRONG|LOST|GRAPHS|CAPTURED|RUN|peak|compiled|Fastest)|WRONG|DISAGREE|^\| |Error|error:'
+BAD='WRONG|LOST|DISAGREE|Error|error:'
+KEYS='^(GRAPHS|CAPTURED|RUN|peak|compiled|Fastest|\| )'
 stage() {  # name, seconds at most, command
   local name=$1 most=$(($2 * SCALE)) from=$SECONDS left=$((LIMIT - SECONDS - 3)) code
   shift 2
@@ -273,25 +281,26 @@ stage() {  # name, seconds at most, command
     return
   fi
   # An Inductor cache for each stage: one that is killed may leave a damaged file.
-  TORCHINDUCTOR_CACHE_DIR=$W/inductor-$name timeout -k 5 "$most" "$@" >"$W/$name.txt" 2>&1
+  local text=$W/stages/$name.txt
+  TORCHINDUCTOR_CACHE_DIR=$W/inductor-$name timeout -k 15 "$most" "$@" >"$text" 2>&1
   code=$?
-  tail -c 4000000 "$W/$name.txt" >"$OUT/$name.txt"
   {
-    echo "== $name: exit code $code after $((SECONDS - from)) of $most s"
-    grep -hE "$KEYS" "$W/$name.txt" | cut -c-230 | head -60
+    echo "== $name: exit code $code after $((SECONDS - from)) of $most s, $(grep -c ^OK "$text") OK"
+    grep -hE "$BAD" "$text" | cut -c-230 | head -40
+    grep -hE "$KEYS" "$text" | grep -vE "$BAD" | cut -c-230 | head -60
   } >>"$OUT/summary.txt"
-  tar czf "$W/$name.tgz" -C "$W" records && mv "$W/$name.tgz" "$OUT/records.tgz"
+  tar czf "$W/$name.tgz" -C "$W" records stages && mv "$W/$name.tgz" "$OUT/records.tgz"
 }
 
 stage smoke 115 bash "$me" run smoke &
 first=$!
 stage train 125 bash "$me" run train
 wait $first
-# No candidate begins after 65 % of --minutes, and rivals are last: more minutes than the stage has.
-stage step 185 bash "$me" run step $batch --backends=$fast --profile --minutes="$(minutes 290)"
-stage step64 75 bash "$me" run step $((2 * batch)) --backends=$one --minutes="$(minutes 120)"
-stage decode 90 bash "$me" run decode
-stage kernels 50 bash "$me" run qualify 3 "$(minutes 45)" kernels
-left=$(((LIMIT - SECONDS - 15) / SCALE))
+# Imports come before --minutes.
+stage step 185 bash "$me" run step $batch --backends=$fast --profile --minutes="$(minutes 170)"
+stage step64 75 bash "$me" run step $((2 * batch)) --backends=$one --minutes="$(minutes 62)"
+stage decode 90 bash "$me" run decode "$(minutes 50)"
+stage kernels 50 bash "$me" run qualify 3 "$(minutes 40)" kernels
+left=$(((LIMIT - SECONDS - 20) / SCALE))
 stage qualify 400 bash "$me" run qualify 1,2,6 "$(minutes $left)" qualify
 cat "$OUT/summary.txt"

@@ -37,9 +37,7 @@ def test_the_stages_of_a_day(tmp_path: Path) -> None:
     out = script("gpu_day.sh", tmp_path, STAGES=stages, SCALE="5", LIMIT="800")
     assert out == (tmp_path / "summary.txt").read_text(encoding="utf-8")
     assert sorted(re.findall("== (.+): exit code 0", out)) == sorted(stages.split())
-    smoke = (tmp_path / "smoke.txt").read_text(encoding="utf-8")
-    assert {line.split()[1] for line in smoke.splitlines() if line.startswith("OK")} == {
-        "sdpa", "sdpa_flash", "manual"}
+    assert "s, 6 OK" in out  # of smoke: three backends, two cases
     assert not re.search("WRONG|LOST|RUN exit code [^0]|other text", out)
     assert out.count("RUN exit code 0") == 6 and out.count("as dynamic") == 4
     with tarfile.open(tmp_path / "records.tgz") as packed:
