@@ -216,7 +216,7 @@ class Turns:
     def make_room(self) -> None:
         """End processes that do not fit; with one_process after all rounds."""
         largest = max(row.get("memory_bytes", 0) for row in self.rows.values())
-        self.crowded |= 0 < self.free < 1.1 * largest
+        self.crowded |= len(self.plan.candidates) > 1 and 0 < self.free < 1.1 * largest
         if not self.crowded:
             return
         for row in self.rows.values() if self.plan.one_process else ():
