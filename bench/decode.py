@@ -1,9 +1,9 @@
 """The mode decode: generated tokens, timed by the host.
 
 Greedy. MBU, model bandwidth utilization: a token reads all weights but position embeddings (int8:
-a byte each), and the cache of a mean text:
+a byte each), and in each layer the cached keys that it sees of a mean text:
 
-    MBU = (weights + B * context * 2 * L * Hkv * D * bytes) * tokens/s per sequence / bandwidth
+    MBU = (weights + B * keys * 2 * L * Hkv * D * bytes) * tokens/s per sequence / bandwidth
 """
 
 from __future__ import annotations
@@ -36,12 +36,8 @@ def plans(bench: Bench) -> list[Plan]:
     if (most := max(prompts)) + new > T:
         given = f"--prompts, --new_tokens: {most} + {new}"
         raise UserError(f"{given} tokens exceed --block_size={T}")
-    caches = [c for c in config.kv_caches if not bench.hf or c in rivals.CACHES]
-    if not caches:
-        had = f"--hf has {', '.join(rivals.CACHES)}, got {config.kv_caches}"
-        raise UserError(f"--kv_caches: {had}")
-    if config.compile:  # last: see warm_up()
-        caches.sort(key="static".__eq__)
+    # static last: see warm_up()
+    caches = sorted(config.kv_caches, key=lambda c: config.compile is True and c == "static")
     points = [
         {"B": B, "P": P, "cache": kv, "constraint": constraint, "new_tokens": new}
         for B, P, kv, constraint in itertools.product(sizes, prompts, caches, config.constraint)
@@ -63,9 +59,10 @@ def figures(row: Row, part: Json) -> Json:
     N, of_int8 = shape.get("parameters"), shape.get("int8_parameters", 0)
     weights = ((N or flops.n_params(model)) - of_int8) * size + of_int8
     each = {"n_kv_head": model.kv_heads, "head_dim": model.head_dim}
-    layers = getattr(model, "layers", [each] * model.n_layer)
-    numbers = sum(2 * at["n_kv_head"] * at["head_dim"] for at in layers)
-    bytes_read = weights + B * (point["P"] + point["new_tokens"] / 2) * numbers * size
+    layers = getattr(model, "layers", [each | {"window": w} for w in model.windows])
+    keys = 0 if point["cache"] == "none" else point["P"] + point["new_tokens"] / 2
+    pairs = sum(at["n_kv_head"] * at["head_dim"] * min(at["window"] or keys, keys) for at in layers)
+    bytes_read = weights + B * 2 * pairs * size
     found: Json = {"tokens_per_s": B / s, "mbu": bytes_read / s / m["bandwidth"]}
     found["cache_bytes"] = max(r["cache_bytes"] for r in row["rounds"])
     if found["mbu"] > 1:

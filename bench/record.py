@@ -180,7 +180,7 @@ def of_row(row: Row, again: Row, part: Json) -> Iterator[str]:
         shape |= {name: value for name, value in sizes.items() if name in shape}
     peak = max(one.get("peak_bytes", 0) for one in row["rounds"])
     again |= {"memory_bytes": peak} if row.get("memory_bytes", 0) < peak else {}
-    if old and rival:  # the sizes are unknown
+    if old:  # with another MBU, and without the sizes of rivals
         again.pop("mbu", None)
     yield from differences(row, again)
     if row.get("verdict") == "FAIL":
