@@ -14,10 +14,8 @@ from itertools import groupby
 from pathlib import Path
 
 from bench import ROOT, Json, report, tables
-from bench.parts import model_of
 from bench.record import verify
 from bench.tables import Row, heads
-from core.runtime import decide_residual
 
 FOLDER = ROOT / "bench" / "records"
 PAGE = ROOT / "docs" / "BOARD.md"
@@ -97,25 +95,11 @@ def doubts(content: Json) -> str:
 
 
 def heading(row: Row, part: Json) -> str:
-    m, p, s, dtype = model_of(part), row["point"], part["settings"], part["machine"]["dtype"]
-    if row["mode"] == "kernel":
-        window = f", window {p['window']}" if p["window"] else ""
-        return heads(p["H"], p["Hkv"], f" heads of {p['D']}") + f"{window}, {dtype}"
-    windows = ", ".join(str(w or "none") for w in dict.fromkeys(m.windows))
-    kind, wanted = part["machine"]["kind"], s.get("residual_dtype", "float32")
-    words = {
-        part.get("hf", {}).get("name", ""): "hf" in part,
-        f"{m.n_layer} layers, {m.n_embd} wide, {heads(m.n_head, m.kv_heads, ' heads')}": True,
-        f"vocabulary {m.vocab_size:,}": True,
-        f"window {windows}": windows != "none",
-        dtype: True,
-        "biases": m.bias,
-        f"dropout {m.dropout:g}": m.dropout,
-        "gradient checkpointing": s.get("gradient_checkpointing"),
-        "residual in autocast": decide_residual(wanted, kind, dtype) == "autocast",
-        f"{s.get('steps')} steps": row["mode"] == "converge",
-    }
-    return ", ".join(word for word, on in words.items() if on)
+    p = row["point"]
+    if row["mode"] != "kernel":
+        return report.work(part)
+    window = f", window {p['window']}" if p["window"] else ""
+    return heads(p["H"], p["Hkv"], f" heads of {p['D']}") + f"{window}, {part['machine']['dtype']}"
 
 
 def work(row: Row, part: Json) -> dict[str, str]:

@@ -24,8 +24,9 @@ import data
 from attention.machine.system import cpu_name
 from bench import ROOT, Json, rivals
 from bench.settings import Runs
-from bench.tables import markdown
+from bench.tables import count, markdown
 from core import metrics
+from core.runtime import dtype_name, pick_dtype
 from core.settings import UserError, exit_on_user_error
 
 SKIP = 3  # steps
@@ -116,9 +117,10 @@ def runs(config: Runs) -> int:
             for s, pairs in results.items():
                 print(f"round {n + 1} of {config.rounds}, size {s}", file=sys.stderr)
                 pairs.append(pair(s, config, checkout, work))
+    dtype = pick_dtype(config.dtype, torch.device("cpu"), SIZES[config.sizes[0]][2])
     print(
-        f"{cpu_name() or platform.machine()}, {torch.get_num_threads()} threads, "
-        f"torch {torch.__version__}, {config.rounds} rounds, ours in {config.dtype}, "
+        f"{cpu_name() or platform.machine()}, {count(torch.get_num_threads(), 'thread')}, "
+        f"torch {torch.__version__}, {count(config.rounds, 'round')}, ours in {dtype_name(dtype)}, "
         f"{'compiled' if config.compile else 'not compiled'}\n"
     )
     print(markdown((HEAD, [row(s, pairs) for s, pairs in results.items()]), terminal=True))
@@ -148,10 +150,12 @@ def main(argv: list[str]) -> int:
     if not all(argv) or not argv or argv[0].startswith("-"):
         raise UserError("expected the folders of runs: python -m bench.compare out/a out/b")
     groups: dict[str, list[np.ndarray]] = {}
-    for folder in map(Path, argv):
+    for folder in {Path(word).resolve(): Path(word) for word in argv}.values():
         settings = checkpoint.load(checkpoint.latest(folder)).settings["train"]
         key = json.dumps({k: v for k, v in settings.items() if k not in SAME})
-        groups.setdefault(key, []).append(curve(folder))
+        groups.setdefault(key, []).append(found := curve(folder))
+        if (last := found[0, -1]) < (whole := settings["max_iters"]):
+            raise UserError(f"{folder} is evaluated up to step {last:,.0f} of {whole:,}")
     known = [json.loads(key) for key in groups]
     differ = [name for name in known[0] if any(s.get(name) != known[0][name] for s in known)]
     target, lines = 0.0, list[list[str]]()

@@ -97,7 +97,9 @@ def verdict(content: Json) -> str:
         return f"Agreement: FAIL: {bad} ended further than {within} from {base}."
     if lost := ", ".join([*names["failed"], *names["stopped"]]):
         return f"Agreement: no verdict on {lost}, which did not end."
-    return f"Agreement: Every final loss is within {within} of {base}'s."
+    if not (good := ", ".join(names["ok"])):
+        return f"Agreement: no verdict: nothing was compared with {base}."
+    return f"Agreement: {good}: every final loss is within {within} of {base}'s."
 
 
 MODE = tables.Mode(

@@ -8,8 +8,10 @@ import torch
 
 from attention.truth import allowed_error
 from bench import Json, converge, decode, kernel, parts, tables, train
-from bench.tables import Cells, Mode, Row, count, failure
+from bench.tables import Cells, Mode, Row, count, failure, heads
 from core import flops
+from core.options import TrainConfig
+from core.runtime import decide_residual
 
 MODES: dict[str, Mode] = {
     "train": train.MODE, "kernel": kernel.MODE, "decode": decode.MODE, "converge": converge.MODE
@@ -18,6 +20,7 @@ SLOW = 0.6  # of the peak, for large products
 SHARES = {"mfu": "mfu", "share": "share of the peak", "mbu": "mbu"}
 PROOF = "backend, right, wrong, refused, not reached, canary, first failure"
 MEASURE = "[MEASURE.md](../../../docs/MEASURE.md)"  # as seen from bench/records/NAME
+NAMED = ("gelu", "position", "norm", "mlp", "qk_norm", "tied", "optimizer")  # if not the default
 KNOWN = ("command", "date", "commit", "device", "software")  # to who runs the bench
 
 
@@ -51,6 +54,8 @@ def failed(content: Json) -> bool:
         wrong |= any(row.get("verdict") == "FAIL" for row in part["rows"])
         wrong |= any(disagreeing(rows, part))
     ended = {one["status"] for one in content["stages" if "stages" in content else "rows"]}
+    if content["mode"] == "converge":
+        ended &= {row.get("verdict") for row in content["rows"]}
     return wrong or not ended & {"ok", "done"}
 
 
@@ -69,14 +74,10 @@ def facts(content: Json) -> dict[str, str]:
     found |= {"commit": (content["commit"] or "none")[:10] + dirty, "device": m["about"]}
     found["software"] = ", ".join([*software, m["system"]])
     if mode != "kernel":
-        if hf := content.get("hf"):
-            numbers = f"{hf['counted']['parameters']:,} parameters that a token uses"
-            model = f"{hf['name']}, random weights, {numbers}"
-        else:
-            model = f"{s['n_layer']} layers, {s['n_embd']} wide, {s['n_head']} heads, "
-            model += f"vocabulary {content['vocab_size']:,}"
-        batch = f"batch {s['batch_size']}, " if mode != "decode" else ""
-        found["model"] = f"{model}, {s['block_size']} tokens, {batch}{m['dtype']}"
+        numbers = content.get("hf", {}).get("counted", {}).get("parameters", 0)
+        used = f", random weights, {numbers:,} parameters that a token uses" if numbers else ""
+        batch = f", batch {s['batch_size']}" if mode != "decode" else ""
+        found["model"] = f"{work(content)}{used}, {s['block_size']} tokens{batch}"
     if mode == "decode":
         source = m.get("bandwidth_source", "measured")
         found["bandwidth"] = f"{m['bandwidth'] / 1e9:,.4g} GB/s ({source})"
@@ -93,6 +94,30 @@ def facts(content: Json) -> dict[str, str]:
     return found | {
         "rounds": rounds + ", each in new processes" * content.get("fresh_rounds", False)
     }
+
+
+def work(part: Json) -> str:
+    """The model and its step: rows compete where these words are the same."""
+    m, s, here = parts.model_of(part), part["settings"], part["machine"]
+    windows = ", ".join(str(w or "none") for w in dict.fromkeys(m.windows))
+    residual = decide_residual(s.get("residual_dtype", "float32"), here["kind"], here["dtype"])
+    micro = s.get("gradient_accumulation_steps", 1) if part["mode"] != "decode" else 1
+    words = {
+        part.get("hf", {}).get("name", ""): "hf" in part,
+        f"{m.n_layer} layers, {m.n_embd} wide, {heads(m.n_head, m.kv_heads, ' heads')}": True,
+        f"vocabulary {m.vocab_size:,}": True,
+        f"window {windows}": windows != "none",
+        here["dtype"]: True,
+        "biases": m.bias,
+        f"dropout {m.dropout:g}": m.dropout,
+        **{f"{n}={s.get(n)}": n in s and s[n] != getattr(TrainConfig, n) for n in NAMED},
+        "our weights in int8": s.get("weights") == "int8",
+        f"{micro} micro-batches": micro > 1,
+        "gradient checkpointing": s.get("gradient_checkpointing"),
+        "residual in autocast": residual == "autocast",
+        f"{s.get('steps')} steps": part["mode"] == "converge",
+    }
+    return ", ".join(word for word, on in words.items() if on)
 
 
 def sections(content: Json) -> Iterator[tuple[str, Cells, str]]:

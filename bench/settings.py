@@ -61,8 +61,6 @@ class Settings(TrainConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         GPTConfig.of(self, self.vocab_size or 1)  # checks the sizes
-        if not vars(self).get("backends", True) or not vars(self).get("kv_caches", True):
-            raise ValueError("--backends, --kv_caches: expected at least one name, got none")
 
     def to(self, kind: type[Any], **changes: Any) -> Any:
         shared = {f.name: getattr(self, f.name) for f in fields(kind) if hasattr(self, f.name)}

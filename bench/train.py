@@ -59,7 +59,7 @@ MODE = tables.Mode(
     columns="batch, tok/s, ms/step, quartiles, rounds, fwd ms, bwd ms, mfu, causal, memory, "
     "loss diff, warm-up s, compile s, kernel",
     notes="mfu: 6 N + 12 L H Q T FLOPs a token over the peak; causal: visible pairs only; "
-    f"loss diff: from manual in float32; {tables.EXPLAINED}",
+    f"loss diff: from manual (--hf: eager) in float32; {tables.EXPLAINED}",
     board="tok/s, ms/step, quartiles, mfu, causal",
     plans=plans,
     figures=figures,
@@ -77,8 +77,7 @@ class Training:
         self.compiled = bool(who.setup.compile)
         self.profiled = getattr(self.settings, "profile", False)
         cpu, ours = self.device.type == "cpu", isinstance(who, Ours)
-        if cpu and ours:  # as train.py does
-            keep_freed_memory()
+        self.keeps = cpu and ours
         if cpu and self.profiled and self.compiled:
             profile.prepare(self.device)
         who.for_training()
@@ -90,6 +89,8 @@ class Training:
 
     def timed(self, batches: Sequence[tuple[Tensor, Tensor]]) -> tuple[Json, list[Tensor]]:
         """Mean milliseconds of steps and parts, peak memory, and losses."""
+        if self.keeps:  # as train.py does
+            keep_freed_memory()
         stamps: list[list[Stamp]] = []  # of a step: forward, backward, ..., update, end
         losses, steps, ms = [], len(batches), self.clock.ms
         start = self.clock.start()

@@ -21,6 +21,9 @@ R = TypeVar("R")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Control characters but newline and tab, as \x1b.
 ESCAPES = {n: repr(chr(n))[1:-1] for n in (*range(9), *range(11, 32), *range(127, 160))}
+while (fd := os.open(os.devnull, os.O_RDWR)) < 3:  # closed: a file would take its number
+    os.set_inheritable(fd, True)
+os.close(fd)
 
 
 def escaped(text: str) -> str:
@@ -60,9 +63,6 @@ class _Output(io.TextIOWrapper):
 
 def prepare(lasting: bool = False) -> None:
     """Let streams take any text, and stderr never fail; lasting: nor stdout."""
-    while (fd := os.open(os.devnull, os.O_RDWR)) < 3:  # closed: a file would take its number
-        pass
-    os.close(fd)
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name) or open(os.devnull, "w")  # noqa: SIM115, PLW1514
         if stream is getattr(sys, f"__{name}__") or isinstance(stream, _Output):

@@ -125,6 +125,8 @@ def gather(cls: type, argv: Sequence[str], *, ignored: Mapping[str, str] = {},
         value = _parse(hint, given, where) if on_line else check(hint, given, where)
         if value == "" and hint in TEXT:  # Path("") would be the current folder
             raise UserError(f"{where}: expected a text, got ''")
+        if value == () != getattr(cls, field, ()):
+            raise UserError(f"{where}: expected at least one value, got none")
         if on_line and origins.get(field) == LINE:
             if _is_tuple(hint):
                 value = settings[field] + value  # a repeated list grows

@@ -150,7 +150,7 @@ class Plan:
 
     def passed(self, times: int, width: int) -> Message:
         size = 2 * self.tokens * self.kv * width
-        if self.context <= self.at.node:  # neighbours
+        if self.at.node % self.context == 0 or self.gpus <= self.at.node:  # in a server
             return Message("ring", times, size, 0, HOPS[0] + size / self.at.nvlink)
         last = HOPS[1] + size / self.at.network  # the server's last rank
         return Message("ring", times, 0, size, last)
@@ -216,6 +216,8 @@ class Plan:
         if self.sequences // shares < self.micro:
             few = f"{self.sequences:,} sequences a step are too few for {shares:,} shares"
             return {**row, "why": f"{few}, each of whole ones (--context_parallels splits them)"}
+        if self.context > (T := self.model.block_size):
+            return {**row, "why": f"rings of {self.context} cannot share {T:,} tokens"}
         if self.shard > 1 and self.at.dtype == "float16":
             return {**row, "why": "fsdp does not support float16 (no loss scaling)"}
         sent, links, seconds = dict.fromkeys(KINDS, 0.0), {"nvlink": 0.0, "network": 0.0}, 0.0
@@ -225,7 +227,7 @@ class Plan:
             sent[kind] += times * (nvlink + network)
             seconds += times * s
         memory, (compute, exposed) = self.memory, self.seconds()
-        held, T = sum(memory.values()), self.model.block_size
+        held = sum(memory.values())
         rate = self.sequences * T / (compute + exposed)
         row |= {"sequences": self.own, "micro_steps": self.micro, "memory": memory}
         row |= {"memory_bytes": held, "left_bytes": SHARE * self.at.memory - held}
