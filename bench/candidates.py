@@ -214,6 +214,7 @@ class Plan:
     longest: Mapping[str, int] = field(default_factory=dict)  # tokens of a slow backend
     skip: Callable[[Json, Sequence[Json]], str] = lambda row, rows: ""  # reason, or ""
     one_process: bool = False  # for all rounds of a candidate
+    most: int = 1  # sequences tried by --batch_size=auto
     reference: Candidate | None = None
 
 

@@ -49,7 +49,7 @@ def plans(bench: Bench) -> list[Plan]:
     plain = {"dropout": 0.0, "gradient_checkpointing": False, "optimizer": "adamw"}
     longest = dict.fromkeys(bench.slow if bench.cuda else (), 0)
     return [Plan(Decoding, rivals.candidates(bench, **plain), config.rounds, points, spec, longest,
-                 one_process=config.compile is True)]  # fmt: skip
+                 one_process=config.compile is True, most=MOST)]  # fmt: skip
 
 
 def figures(row: Row, part: Json) -> Json:
@@ -100,9 +100,9 @@ class Decoding:
         how = constrained(request["constraint"], V)
         return self.who.write(prompt, request["new_tokens"], request["cache"], **how)
 
-    def largest(self, request: Json) -> Json:
-        most = machine.largest(lambda n: self.write(request | {"B": n}), self.device, MOST)
-        return {"batch_size": most}
+    def fits(self, request: Json) -> Json:
+        self.write(request)
+        return {}
 
     def warm_up(self, request: Json) -> Json:
         who, cache = self.who, request["cache"]

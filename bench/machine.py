@@ -9,7 +9,6 @@ import os
 import platform
 import re
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -117,22 +116,6 @@ def refusal(who: Candidate, point: Json, spec: Json,
         also = ", and --lengths" if bench.mode == "kernel" else ""
         return "skipped", f"left out{beyond}: name it in --backends{also}"
     return None
-
-
-def largest(run: Callable[[int], object], device: torch.device, most: int) -> int:
-    """Largest n, to an eighth, for which run(n) fits into memory."""
-    good, bad = 0, most + 1
-    while bad - good > max(1, good // 8):
-        n = min(max(1, 2 * good), most) if bad > most else (good + bad) // 2
-        try:
-            run(n)
-            good = n
-        except Exception as e:
-            if n == 1 or not failure(e).startswith("out of memory: "):
-                raise
-            bad = n
-        reset_peak(device)
-    return good
 
 
 def bandwidth(device: torch.device, limit: int | None) -> float:

@@ -1,5 +1,4 @@
-"""What is here, then candidates in turn, A B C A B C, each in its own process. Groups (of one, on
-CUDA three) have a first round, then all have the others: a drifting clock affects all alike."""
+"""What is here; then candidates in turn, A B C A B C: a drifting clock affects all alike."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from bench import Json, machine, report, rivals, tables
 from bench.candidates import Bench, Ours, Plan, names
 from bench.settings import Measured, vocabulary
 from bench.tables import Row
-from bench.workers import GRACE, Failure, Stop, Worker, once
+from bench.workers import GRACE, Failure, Stop, Worker, largest, once
 from core.settings import UserError
 
 SHOWN = 2  # rounds of a shown row
@@ -49,8 +48,7 @@ def begin(mode: str, config: Measured, device: torch.device, stop: Stop) -> Benc
         reference = once(rivals.reference, Ours(bench, batch_size=batch), stop)
         found["counted"] = reference.pop("counted")
     if mode == "train" and bench.auto:
-        reference = {k: n for k, n in reference.items() if k == "flops_per_token"}
-        reference["why"] = "each backend has a batch of its own (--batch_size=auto)"
+        reference = {"why": "each backend has a batch of its own (--batch_size=auto)"}
     return replace(bench, reference=reference)
 
 
@@ -102,9 +100,8 @@ class Turns:
 
     def turns(self, rows: Sequence[Row], rounds: int) -> None:
         for n in range(1, rounds + 1):
-            for row in (waiting := self.waiting(rows, n)):
-                if not self.waiting([row], n):  # make_room() ran it
-                    continue
+            waiting = self.waiting(rows, n)
+            for row in filter(lambda row: self.waiting([row], n), rows):  # without make_room()'s
                 if not self.is_warm(row):
                     self.prepare([row])
                 if self.is_warm(row):
@@ -127,7 +124,6 @@ class Turns:
         return False
 
     def prepare(self, group: list[Row]) -> None:
-        """Start and warm up."""
         started = [row for row in group if self.attempt(self.start, row)]
         if self.bench.cuda:
             self.refer(again=True)
@@ -151,16 +147,15 @@ class Turns:
                 took = f"it takes about {need:.0f} s" if need else stop.spent
                 raise Failure("stopped", f"{took}, and {max(left, 0):.0f} s were left")
         stop.watch(f"warm-up: {key(row)}")
-        if self.bench.auto and "batch_size" not in row:  # by another process: memory fragments
-            row |= once(plan.work, who.but(compile=False), stop, "largest", self.request(row))
+        if self.bench.auto and "batch_size" not in row:
+            row["batch_size"] = largest(plan, who, stop, self.request(row))
         if name not in self.workers:
             self.workers[name] = Worker(plan.work, who, stop)
         self.workers[name].send("warm_up", self.request(row))
 
     def finish(self, row: Row) -> None:
         worker = self.workers[row["backend"]]
-        # The others wait for it.
-        most = max(self.stop.left / 3, GRACE) if self.together else math.inf
+        most = max(self.stop.left / 3, GRACE) if self.together else math.inf  # others wait
         warm = self.seen(row, worker.receive(most))
         worker.warm.add(key(row))
         if "setup_s" not in row:
@@ -230,13 +225,12 @@ class Turns:
             worker.close()
 
     def refer(self, again: bool = False) -> None:
-        """again: out of memory it has another turn."""
         if self.bench.reference or not self.plan.reference:
             return
         try:
             found = once(rivals.reference, self.plan.reference, self.stop)
         except Failure as e:
-            if again and "out of memory" in str(e):
+            if again and "out of memory" in str(e):  # beside warm-ups
                 return
             found = {"why": str(e)}
         self.bench = replace(self.bench, reference=found)

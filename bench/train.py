@@ -33,7 +33,8 @@ def steps(bench: Bench) -> Json:
     compiled = bench.cuda if bench.config.compile is None else bench.config.compile
     longest = {name: (COMPILED if compiled else LONGEST)[name] for name in bench.slow}
     spec = {**bench.layer, "dropout": bench.model.dropout}
-    return {"points": [{}], "spec": lambda _: spec, "longest": longest, "one_process": compiled}
+    found: Json = {"points": [{}], "spec": lambda _: spec, "longest": longest, "most": MOST}
+    return found | {"one_process": compiled}
 
 
 def figures(row: Row, part: Json) -> Json:
@@ -140,12 +141,10 @@ class Training:
         chosen = self.who.evidence(self.who.chosen())
         return {**chosen, **answer, **ran, "peak_bytes": found["peak_bytes"]}
 
-    def largest(self, request: Json) -> Json:
-        def fits(n: int) -> None:
-            self.who.step(*self.who.random_tokens(n), 1, lambda part: None)
-            synchronize(self.device)
-
-        return {"batch_size": machine.largest(fits, self.device, MOST)}
+    def fits(self, request: Json) -> Json:
+        self.who.step(*self.who.random_tokens(request["B"]), 1, lambda part: None)
+        synchronize(self.device)
+        return {}
 
     def profile(self, plain_ms: float) -> Json:
         if self.device.type not in ("cuda", "cpu"):

@@ -7,6 +7,7 @@ import json
 import math
 import multiprocessing
 import os
+import re
 import resource
 import signal
 import sys
@@ -15,7 +16,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
@@ -26,7 +27,7 @@ import torch
 
 from attention import BackendUnavailable
 from bench import Json, machine
-from bench.candidates import Candidate
+from bench.candidates import Candidate, Plan
 from core.runtime import StopSignal
 from core.settings import UserError
 
@@ -156,6 +157,27 @@ class Worker:
 def once(work: Work, who: Candidate, stop: Stop, call: str = "", request: Any = None) -> Json:
     with closing(Worker(work, who, stop)) as worker:
         return worker.ask(call, request)
+
+
+def largest(plan: Plan, who: Candidate, stop: Stop, request: Json) -> int:
+    """The largest batch that fits, to an eighth. A process that had no memory stays full."""
+    good, bad, worker = 0, plan.most + 1, None
+    who = who.but(compile=False)
+    with ExitStack() as workers:
+        while bad - good > max(1, good // 8):
+            n = min(max(1, 2 * good), plan.most) if bad > plan.most else (good + bad) // 2
+            stop.watch(f"batch of {n}: {who.name}")
+            try:
+                if worker is None:
+                    worker = workers.enter_context(closing(Worker(plan.work, who, stop)))
+                worker.ask("fits", request | {"B": n})
+                good = n
+            except Failure as e:
+                if n == 1 or not re.search("out of memory|memory runs out|SIGSEGV", e.why):
+                    raise
+                workers.close()
+                worker, bad = None, n
+    return good
 
 
 # --- in the worker ---

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
-from test_train import enter, make_data, run
+from test_train import enter, make_data, read_rows, run
 
 from bench.compare import main, reached
 
@@ -26,6 +27,11 @@ def test_runs_by_their_settings(tmp_path: Path) -> None:
     assert f"{sum(both) / 2:.4f} ({min(both):.4f} to {max(both):.4f})" in adamw
     assert f"{ends[2]:.4f} ({ends[2]:.4f} to {ends[2]:.4f})" in muon
     assert enter(main, [])[0] == enter(main, [""])[0] == 2
+    assert enter(main, [*names, names[0]])[1] == out  # once
+    rows = read_rows(log := tmp_path / "b" / "metrics.jsonl")
+    log.write_text("".join(json.dumps(row) + "\n" for row in rows if row["iter"] < 8), "utf-8")
+    code, _, err = enter(main, names)  # a run that was stopped
+    assert code == 2 and "step 6 of 8" in err and names[1] in err
 
 
 def test_when_a_loss_is_reached() -> None:
