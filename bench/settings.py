@@ -110,7 +110,7 @@ class Kernel(Measured):
     windows: tuple[PositiveInt | None, ...] = ()  # keys, or none; none: the model's
     rounds: PositiveInt = 5  # of each backend, interleaved
     seconds: PositiveFloat = 1.0  # five times the length of a round
-    slowest_step: PositiveFloat = 2.0  # s; longer calls are skipped
+    slowest_step: PositiveFloat = 2.0  # s; what shorter calls tell to be longer is skipped
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class Qualify(Measured):
     bandwidth_gbs: PositiveFloat | None = None  # GB/s, for MBU and rooflines; none: measured
     rounds: PositiveInt = 3  # of each backend, interleaved
     warm_up_steps: PositiveInt = 2  # training steps before the first round
-    slowest_step: PositiveFloat = 2.0  # s; longer calls of attention alone are skipped
+    slowest_step: PositiveFloat = 2.0  # s; attention alone: longer calls are skipped
 
 
 @dataclass(frozen=True)

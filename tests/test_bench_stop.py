@@ -95,6 +95,12 @@ def test_what_does_not_fit_beside_others_is_measured_alone(tmp_path, monkeypatch
     assert [(r["status"], len(r["rounds"])) for r in rows] == [("ok", 2)] * 4
 
 
+@pytest.mark.slow
+def test_a_closed_stdout_takes_nothing_along() -> None:
+    argv = [sys.executable, "bench_mfu.py", *KERNELS, "--backends=sdpa"]
+    assert subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", *argv], cwd=ROOT).returncode == 0
+
+
 def test_what_has_no_time_left_is_named_with_the_time_it_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
