@@ -134,18 +134,19 @@ class Turns:
 
     def start(self, row: Row) -> None:
         """Send the warm-up. Failure: not worth a process, or time is up."""
-        name, plan, stop, left = row["backend"], self.plan, self.stop, self.stop.left
+        name, plan, stop = row["backend"], self.plan, self.stop
         who = plan.candidates[name]
-        stop.check(0.0 if row["rounds"] else math.inf)  # inf: for signals only
+        stop.check(math.inf)  # for signals only
         if not row["rounds"]:
             longest, spec = plan.longest.get(name), plan.spec(row["point"])
             if refused := machine.refusal(who, row["point"], spec, longest):
                 raise Failure(*refused)
             if why := plan.skip(row, [*self.rows.values()]):
                 raise Failure("skipped", why)
-            if left < (need := self.took.get(name not in self.workers, 0.0)):
-                took = f"it takes about {need:.0f} s" if need else stop.spent
-                raise Failure("stopped", f"{took}, and {max(left, 0):.0f} s were left")
+            left, need = max(stop.left, 0.0), self.took.get(name not in self.workers, 0.0)
+            if left < need:
+                raise Failure("stopped", f"it takes about {need:.0f} s, and {left:.0f} s were left")
+        stop.check()
         stop.watch(f"warm-up: {key(row)}")
         if self.bench.auto and "batch_size" not in row:
             row["batch_size"] = largest(plan, who, stop, self.request(row))
@@ -163,8 +164,7 @@ class Turns:
 
     def round(self, row: Row) -> None:
         self.stop.watch(f"round {len(row['rounds']) + 1}: {key(row)}")
-        # A warm-up is not lost: receive() allows some seconds more.
-        self.stop.check(0.0 if row["rounds"] else math.inf)
+        self.stop.check(0.0 if row["rounds"] else math.inf)  # a warm-up is not lost: GRACE
         worker = self.workers[row["backend"]]
         answer = self.seen(row, worker.ask("round", self.request(row)))
         self.free = worker.free_bytes

@@ -57,17 +57,14 @@ class Stop:
     def left(self) -> float:
         return self.deadline - time.monotonic()
 
-    @property
-    def spent(self) -> str:
-        return f"set-up and measuring took {time.monotonic() - self.began:.0f} s so far"
-
     def check(self, late: float = 0.0) -> None:
         """Failure "stopped" after a signal, or `late` seconds after the deadline."""
         if self.signals and (number := self.signals.signal):
             name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
             self.why = f"stopped by {name}"
         elif self.left < -late:
-            self.why = self.why or f"the time limit was reached: {self.spent}"
+            passed = f"set-up and measuring took {time.monotonic() - self.began:.0f} s so far"
+            self.why = self.why or f"the time limit was reached: {passed}"
         else:
             return
         raise Failure("stopped", self.why)
