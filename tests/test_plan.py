@@ -7,9 +7,7 @@ import re
 import shlex
 import weakref
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import asdict, replace
-from types import SimpleNamespace
+from itertools import product
 from typing import Any
 
 import benches
@@ -17,6 +15,7 @@ import processes
 import pytest
 import torch
 import torch.distributed as dist
+from checkout import ROOT
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -29,7 +28,6 @@ from core.options import TrainConfig
 from core.parallel import DistInfo
 from core.runtime import Setup
 from core.settings import UserError
-from course import build
 from model import GPT, GPTConfig
 
 
@@ -41,186 +39,121 @@ def rows(*argv: str) -> list[dict[str, Any]]:
     return json.loads(run(*argv, "--json")[1].splitlines()[-1])["rows"]
 
 
-def planned(model: GPTConfig, way: str, gpus: int, dtype: str, batch: int, steps: int,
-            checkpointing: bool, *more: str) -> dict[str, Any]:
-    """The row of a model's step, with the residual stream in float32."""
-    usual = asdict(GPTConfig())
-    given = {"block_size", "vocab_size", "n_layer", "n_head", "n_embd", "bias"}
-    own = {k: v for k, v in asdict(model).items() if v != usual[k] or k in given}
-    del own["attention_backend"]
-    own |= {"gpus": gpus, "dtype": dtype, "batch_size": batch, "gradient_accumulation_steps": steps,
-            "gradient_checkpointing": checkpointing, "residual_dtype": "float32"}
-    made = rows("--gpu=NVIDIA H200", *(f"--{k}={v}" for k, v in own.items()), *more)
-    return next(row for row in made if row["parallel"] == way)
+# --- what a step holds and sends ---
+
+COLLECTIVES = {"c10d::_allgather_base_": "all-gather", "c10d::allreduce_": "all-reduce",
+               "c10d::_reduce_scatter_base_": "reduce-scatter", "c10d::send": "ring"}
 
 
-# --- what is held ---
-
-
-class Live(TorchDispatchMode):
-    """Peak bytes of storages."""
+class Watch(TorchDispatchMode):
+    """Peak bytes of storages, and bytes sent."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        self.peak = 0
+        self.peak, self.sent = 0, Counter[str]()
 
-    def add(self, value: Any) -> None:
-        for t in tree_leaves(value):
-            t = getattr(t, "_local_tensor", t)
-            if isinstance(t, Tensor):
-                self.seen[t.untyped_storage()._cdata] = t.untyped_storage()
+    def add(self, value: Any) -> list[Tensor]:
+        leaves = (getattr(t, "_local_tensor", t) for t in tree_leaves(value))
+        tensors = [t for t in leaves if isinstance(t, Tensor)]
+        for t in tensors:
+            self.seen[t.untyped_storage()._cdata] = t.untyped_storage()
+        return tensors
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
         out = function(*args, **(kwargs or {}))
-        self.add((args, kwargs, out))
+        tensors = self.add((args, kwargs, out))
         self.peak = max(self.peak, sum(s.nbytes() for s in self.seen.values()))
+        if kind := COLLECTIVES.get(function.name()):
+            group = next(a for a in args if isinstance(a, torch.ScriptObject))
+            n = dist.ProcessGroup.unbox(group).size()
+            share = {"ring": 1, "all-reduce": 2 * (n - 1) / n}.get(kind, (n - 1) / n)
+            self.sent[kind] += max(t.nbytes for t in tensors) * share
         return out
 
 
-def made(model: GPTConfig, checkpointing: bool) -> GPT:
+def second_step(rank: int, n: int, sizes: dict[str, Any], way: str, size: int, dtype: str,
+                micro: int, checkpointing: bool) -> dict[str, Any]:
+    """Bytes that a process of n holds and sends; the first step makes AdamW's moments."""
     torch.manual_seed(0)
-    made = GPT(model).train()
-    made.gradient_checkpointing = checkpointing
-    return made
-
-
-def autocast(dtype: str) -> torch.autocast:
-    return torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16")
-
-
-def stepped(model: GPT, dtype: str, batch: int, micro: int) -> tuple[int, Any]:
-    """Peak bytes of the second step, and the optimizer."""
-    how: Any = SimpleNamespace(learning_rate=1e-3, weight_decay=0.1, beta1=0.9, beta2=0.95)
-    optimizer = build_optimizer(model, how, torch.device("cpu"))
-    with autocast(dtype):
-        model.plan(batch)
-    for _ in range(2):  # the first makes the moments
+    kernel = "tiled" if way == "ring" else "sdpa_flash"
+    model = GPT(GPTConfig(**sizes, attention_backend=kernel)).train()
+    model.gradient_checkpointing = checkpointing
+    cpu, config = torch.device("cpu"), TrainConfig(dtype=dtype)
+    ranks = DistInfo(cpu, rank, n, dist.group.WORLD if n > 1 else None)
+    if way == "ring":
+        model.ring = attention.Ring(dist.group.WORLD)
+    if way in ("fsdp", "hybrid"):
+        parallel.shard(model, ranks, Setup(cpu, config), size)
+    module = model if size > 1 else parallel.replicate(model, ranks)
+    optimizer = build_optimizer(model, config, cpu)
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16")
+    with autocast:
+        model.plan(BATCH)
+    for _ in range(2):
         optimizer.zero_grad(set_to_none=True)
-        with Live() as live:
-            live.add([[*model.parameters()], [[*s.values()] for s in optimizer.state.values()]])
+        with Watch() as watch:
+            watch.add([[*model.parameters()], [[*s.values()] for s in optimizer.state.values()]])
             for i in range(micro):
-                x = torch.randint(model.config.vocab_size, (batch, model.config.block_size))
-                parallel.average_gradients(model, i == micro - 1)
-                with autocast(dtype):
-                    loss = model(x, x)[1]
+                x = torch.randint(model.config.vocab_size, (BATCH, model.config.block_size))
+                x, y = parallel.shard_batch(model.ring, x, x)
+                parallel.average_gradients(module, i == micro - 1)
+                with autocast:
+                    loss = module(x, y)[1]
                 loss.backward()
-                del loss
             optimizer.step()
-    return live.peak, optimizer
 
-
-FLASH: dict[str, Any] = {"attention_backend": "sdpa_flash"}
-DEEP = GPTConfig(128, 128, 8, 4, 64, bias=False, **FLASH)
-WIDE = GPTConfig(32, 8192, 1, 4, 64, bias=False, **FLASH)  # mostly logits
-UNEVEN = GPTConfig(17, 101, 3, 3, 30, 1, bias=True, **FLASH)  # nothing is a multiple of 2, 3 or 4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("model", [DEEP, WIDE, replace(DEEP, position="rope", mlp="swiglu")])
-def test_the_sum_is_a_little_more_than_the_most_that_is_held(model, dtype, checkpointing) -> None:
-    got, _ = stepped(made(model, checkpointing), dtype, 8, 1)
-    want = planned(model, "ddp", 1, dtype, 8, 1, checkpointing)["memory_bytes"]
-    # More where the pieces are large at different moments: logits, and a layer computed again.
-    assert (0.65 if checkpointing or dtype == "bfloat16" else 0.85) * want < got <= want
-
-
-# --- what is sent ---
-
-
-def note_collectives(sent: Counter[str]) -> None:
-    """Add up the bytes of FSDP2's collectives by kind."""
-    new = hasattr(dist, "all_gather_single")  # what FSDP2 calls, by PyTorch's version
-    gather, scatter = (("all_gather_single", "reduce_scatter_single") if new else
-                       ("all_gather_into_tensor", "reduce_scatter_tensor"))
-    kinds = {gather: "all-gather", scatter: "reduce-scatter", "all_reduce": "all-reduce"}
-
-    def noting(kind: str, real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            given = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
-            whole = max(t.numel() * t.element_size() for t in given)
-            ranks = dist.get_world_size(kwargs.get("group"))
-            sent[kind] += round(whole * (ranks - 1) / ranks * (1 + (kind == "all-reduce")))
-            return real(*args, **kwargs)
-
-        return call
-
-    for name, kind in kinds.items():
-        setattr(dist, name, noting(kind, getattr(dist, name)))
-
-
-def fsdp_step(rank: int, n: int, model: GPTConfig, size: int, dtype: str, micro: int,
-              checkpointing: bool) -> dict[str, Any]:
-    """What a process of n holds, and sends in two steps."""
-    real, sent, cpu = made(model, checkpointing), Counter[str](), torch.device("cpu")
-    setup = Setup(cpu, TrainConfig(dtype=dtype))
-    parallel.shard(real, DistInfo(cpu, rank, n, dist.group.WORLD), setup, size)
-    note_collectives(sent)
-    peak, optimizer = stepped(real, dtype, 2, micro)
-
-    def storages(tensors: Any) -> int:
-        found = [t.to_local().untyped_storage() for t in tensors]
+    def stored(tensors: Any) -> int:
+        found = [parallel.local(t).untyped_storage() for t in tensors]
         return sum({s._cdata: s.nbytes() for s in found}.values())
 
-    params, state = list(real.parameters()), optimizer.state.values()
-    moments = (storages(s[m] for s in state) for m in ("exp_avg", "exp_avg_sq"))
-    held = {"weights": storages(params), "gradients": storages(p.grad for p in params)}
-    return {**held, "AdamW": sum(moments), "peak": peak, "sent": dict(sent)}
+    params, state = list(model.parameters()), optimizer.state.values()
+    return {"weights": stored(params), "gradients": stored(p.grad for p in params),
+            "AdamW": stored(s[m] for s in state for m in ("exp_avg", "exp_avg_sq")),
+            "peak": watch.peak, "sent": dict(watch.sent)}
+
+
+BATCH = 8
+DEEP = {"block_size": 128, "vocab_size": 128, "n_layer": 8, "n_head": 4, "n_embd": 64,
+        "bias": False}
+WIDE = {**DEEP, "block_size": 32, "vocab_size": 8192, "n_layer": 1}  # mostly logits
+LLAMA = {**DEEP, "position": "rope", "mlp": "swiglu"}
+# Nothing is a multiple of 2, 3 or 4.
+UNEVEN = {"block_size": 17, "vocab_size": 101, "n_layer": 3, "n_head": 3, "n_embd": 30,
+          "n_kv_head": 1, "bias": True}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n, size, dtype, micro, checkpointing", [
-    (2, 2, "float32", 1, False), (3, 3, "bfloat16", 2, True), (4, 2, "bfloat16", 1, False),
-    (4, 2, "float32", 3, False),
-])
-def test_what_fsdp_holds_and_sends(n, size, dtype, micro, checkpointing) -> None:
-    got = processes.run(fsdp_step, n, UNEVEN, size, dtype, micro, checkpointing)
-    want = planned(UNEVEN, "fsdp" if size == n else "hybrid", n, dtype, 2, micro * n,
-                   checkpointing, f"--gpus_per_node={size}")
+@pytest.mark.parametrize("sizes, n, way, dtype, micro, checkpointing", [
+    *((UNEVEN, *how) for how in (
+        (4, "hybrid", "float32", 3, False), (6, "hybrid", "bfloat16", 1, False),
+        (2, "fsdp", "float32", 1, False), (3, "fsdp", "bfloat16", 2, True),
+        (2, "ring", "bfloat16", 1, False), (3, "ring", "bfloat16", 1, True),
+        (4, "ring", "float32", 1, False))),
+    *((sizes, 1, "ddp", dtype, 1, on) for sizes, dtype, on in product(
+        (DEEP, WIDE, LLAMA), ("float32", "bfloat16"), (False, True)))])
+def test_what_a_step_holds_and_sends(sizes, n, way, dtype, micro, checkpointing) -> None:
+    size = {"fsdp": n, "hybrid": n // 2}.get(way, 1)
+    args = sizes, way, size, dtype, micro, checkpointing
+    got = processes.run(second_step, n, *args) if n > 1 else [second_step(0, 1, *args)]
+    context = n if way == "ring" else 1
+    given = sizes | {
+        "gpus": n, "gpus_per_node": size, "context_parallels": context, "dtype": dtype,
+        "batch_size": BATCH, "gradient_accumulation_steps": micro * n // context,
+        "gradient_checkpointing": checkpointing, "residual_dtype": "float32"}
+    made = rows("--gpu=NVIDIA H200", *(f"--{k}={v}" for k, v in given.items()))
+    want = next(row for row in made if row["parallel"] == way.replace("ring", "ddp"))
     assert (want["shard_size"], want["micro_steps"]) == (size, micro)
-    total = sum(p.numel() for p in GPT(UNEVEN).parameters())
+    numbers = sum(p.numel() for p in GPT(GPTConfig(**sizes)).parameters())
     for of in ("weights", "gradients", "AdamW"):
-        largest = max(process[of] for process in got)
-        whole = 4 * total * (of == "gradients" and micro > 1)
+        whole = 4 * numbers * (of == "gradients" and size > 1 and micro > 1)
         # A moment has no filling: whoever has most of each parameter has as much as planned.
-        assert want["memory"][of] - whole == largest, of
+        assert want["memory"][of] - whole == max(process[of] for process in got), of
+    # More where the pieces are large at different moments: logits, a layer computed again, FSDP.
+    least = 0.6 if size > 1 else 0.65 if checkpointing or dtype == "bfloat16" else 0.85
     for process in got:
-        assert 0.6 * want["memory_bytes"] < process["peak"] <= want["memory_bytes"]
-        twice = {kind: 2 * n for kind, n in want["sent"].items() if n}
-        assert {kind: n for kind, n in process["sent"].items() if n} == pytest.approx(twice, abs=99)
-
-
-def ring_step(rank: int, n: int, model: GPTConfig, dtype: str, checkpointing: bool) -> int:
-    """Bytes sent in a step."""
-    real, sent = made(model, checkpointing), list[int]()
-    real.ring = attention.Ring(dist.group.WORLD)
-    send = dist.batch_isend_irecv
-
-    def noting(ops: list[Any]) -> Any:
-        sent.extend(op.tensor.numel() * op.tensor.element_size() for op in ops
-                    if op.op is dist.isend)
-        return send(ops)
-
-    dist.batch_isend_irecv = noting
-    x = real.ring.shard(torch.randint(model.vocab_size, (2, model.block_size)))
-    with autocast(dtype):
-        real.plan(len(x))  # its probe sends messages too
-        sent.clear()
-        real(x, x)[1].backward()
-    return sum(sent)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("n, dtype, checkpointing", [
-    (2, "bfloat16", False), (3, "bfloat16", True), (4, "float32", False),
-])
-def test_what_a_ring_sends(n, dtype, checkpointing) -> None:
-    model = replace(UNEVEN, attention_backend="tiled")
-    want = planned(model, "ddp", n, dtype, 2, 1, checkpointing, f"--context_parallels={n}")
-    got = processes.run(ring_step, n, model, dtype, checkpointing)
-    assert {*got} == {want["sent"]["ring"]}
+        assert least * want["memory_bytes"] < process["peak"] <= want["memory_bytes"]
+        assert process["sent"] == pytest.approx({k: v for k, v in want["sent"].items() if v})
 
 
 # --- over which link ---
@@ -230,27 +163,20 @@ NUMBERS = 124_373_760  # GPT-2's, without biases
 
 
 @pytest.mark.parametrize("dtype, peak", [
-    ("float32", 494.7), ("bfloat16", 989.4), ("float16", 989.4),
-])
+    ("float32", 494.7), ("bfloat16", 989.4), ("float16", 989.4)])
 def test_gpt2_on_two_servers_by_hand(dtype: str, peak: float) -> None:
-    """Of a rank of 16, without uneven shards' padding."""
     made = rows(*ARGV, "--gpus=16", "--batch_size=12", "--gradient_accumulation_steps=40",
                 f"--dtype={dtype}")
     shards = {"ddp": 1} if dtype == "float16" else {"ddp": 1, "fsdp": 16, "hybrid": 8}
     assert [r["parallel"] for r in made if "memory" in r] == [*shards]  # FSDP scales no loss
     for way, S in shards.items():
         row = next(r for r in made if r["parallel"] == way)
-        memory, sent, total = row["memory"], row["sent"], sum(row["sent"].values())
+        total = sum(row["sent"].values())
         assert (row["sequences"], row["micro_steps"], row["shard_size"]) == (30, 3, S)
-        assert memory["weights"] == pytest.approx(4 * NUMBERS / S, rel=1e-3)
-        assert memory["AdamW"] == pytest.approx(8 * NUMBERS / S, rel=1e-3)
-        assert row["left_bytes"] == pytest.approx(0.95 * 141e9 - sum(memory.values()))
+        assert row["left_bytes"] == pytest.approx(0.95 * 141e9 - sum(row["memory"].values()))
         # One of a server's 8 GPUs joins a ring of 16 to the next; only hybrid's copies leave it.
-        network = sent["all-reduce"] if way == "hybrid" else total / 8
+        network = row["sent"]["all-reduce"] if way == "hybrid" else total / 8
         assert row["links"] == pytest.approx({"nvlink": total - network, "network": network})
-        if way != "fsdp":
-            of = 2 * 15 / 16 if way == "ddp" else 2 * 1 / 2 / 8
-            assert sent["all-reduce"] == pytest.approx(of * 4 * NUMBERS, rel=1e-3)
         assert row["ms"] == pytest.approx(row["compute_ms"] + row["exposed_ms"])
         assert 0 < row["exposed_ms"] <= row["communication_ms"] * (1 + 1e-9)
         assert row["tokens_per_s"] == pytest.approx(480e3 * 1024 / row["ms"])
@@ -326,11 +252,10 @@ def test_a_mistake_is_named(argv: list[str], named: str) -> None:
         run(*argv)
 
 
-def test_the_page_is_what_the_code_and_its_command_say() -> None:
-    text = build.PLAN.read_text(encoding="utf-8")
-    assert build.rebuild(text, build.PLAN)[1] == []
+def test_the_page_has_what_its_command_prints() -> None:
+    text = (ROOT / "docs" / "PLAN.md").read_text(encoding="utf-8")
     (command,) = re.findall(r"plan (--gpu=.*--gpus=16 --block_size(?:.|\n)*?)```", text)
     printed = run(*shlex.split(command.replace("\\\n", " ")))[1].replace(" ", "")
     tables = re.findall(r"<!-- figure: plan .*\n((?:\|.*\n)+)", text)
-    rows = [row.replace(" ", "") for table in tables for row in table.splitlines()[2:]]
-    assert len(rows) == 12 and [row for row in rows if row not in printed] == []
+    lines = [line.replace(" ", "") for table in tables for line in table.splitlines()[2:]]
+    assert len(lines) == 12 and [line for line in lines if line not in printed] == []
