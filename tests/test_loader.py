@@ -15,13 +15,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
-from test_model import build, names_here
+from test_model import build
 from test_shards import prepare, write
 from test_train import Run, run
 
 import checkpoint
 import data
-from attention import visible
+from attention import BACKENDS, Machine, Spec, visible
 from core.loss import IGNORE
 from core.process import map_ahead
 from core.settings import UserError
@@ -222,9 +222,13 @@ def test_the_documents_of_a_batch(rows: np.ndarray, begins: bool) -> None:
     assert found.tolist() == [by_hand(row, 3, begins) for row in rows.tolist()]
 
 
-@pytest.mark.parametrize("name, position, begins", [
-    pytest.param(*backend.values, *kind, marks=backend.marks)
-    for backend in names_here(segments=True) for kind in (("learned", True), ("rope", False))])
+SPEC, HERE = Spec(4, 4, 8, "float32", segments=True), Machine.here("cpu")
+
+
+@pytest.mark.parametrize("position, begins", [("learned", True), ("rope", False)])
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=[pytest.mark.slow] * (name == "triton"))
+    for name, backend in BACKENDS.items() if not backend.why_not(SPEC, HERE)])
 def test_a_document_is_computed_as_if_it_were_alone(name: str, position: Any, begins: bool) -> None:
     """Positions begin at 0."""
     model: Any = build(attention_backend=name, position=position, n_layer=2).eval()
