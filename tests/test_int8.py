@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_generate import lively
 
 import bench_mfu
 from core.cpu import int8
 from core.settings import UserError
 from inference import engine
-from model import GPT, GPTConfig
 
-CONFIG = GPTConfig(block_size=48, vocab_size=96, n_layer=2, n_head=4, n_embd=64, n_kv_head=2,
-                   tied=False)  # tied, a random model repeats its last token
+model = partial(lively, block_size=48, vocab_size=96, n_embd=64, n_kv_head=2, tied=False)
 DTYPES = [torch.float32, torch.bfloat16]
-
-
-def model(config: GPTConfig = CONFIG) -> GPT:
-    torch.manual_seed(0)
-    made = GPT(config).eval()
-    for p in made.parameters():
-        if p.dim() == 2:
-            p.data *= 8  # lively: the likeliest token is likelier by far
-    return made
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -61,11 +53,11 @@ def test_the_product_is_that_of_the_widened_weights(rows, K, bias, dtype) -> Non
 
 @pytest.mark.slow
 def test_the_compiler_gives_the_same_tokens() -> None:
-    lively, prompt = model(), torch.arange(14).view(2, 7)
-    int8.convert(lively, lively.head_weight)
+    made, prompt = model(), torch.arange(14).view(2, 7)
+    int8.convert(made, made.head_weight)
     how = {"temperature": 0.0, "kv_cache": "static"}
-    plain = engine.generate(lively, prompt, 12, **how)
-    assert engine.generate(lively, prompt, 12, compile=True, **how).tolist() == plain.tolist()
+    plain = engine.generate(made, prompt, 12, **how)
+    assert engine.generate(made, prompt, 12, compile=True, **how).tolist() == plain.tolist()
 
 
 def test_the_model_is_nearly_what_it_was() -> None:
@@ -88,7 +80,7 @@ def test_the_model_is_nearly_what_it_was() -> None:
 
 
 def test_refusals() -> None:
-    odd = model(GPTConfig(block_size=8, vocab_size=96, n_layer=1, n_head=2, n_embd=24))
+    odd = model(n_embd=24)
     head = model().head_weight
     for made, weight, got in ((odd, odd.head_weight, "24"), (model(), head.half(), "float16"),
                               (model(), head.to("meta"), "meta")):  # fmt: skip
