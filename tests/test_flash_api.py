@@ -487,19 +487,22 @@ def test_the_report_names_each_kind_its_kernel_and_what_was_refused() -> None:
 
 
 def test_a_compiled_function_has_calls_of_several_kinds() -> None:
+    """torch.compile makes a symbol of a float's second value."""
     cos, sin = torch.randn(2, 40, 3)
 
-    def f(x: Tensor, slopes: Tensor, first: Tensor) -> Tensor:
+    def f(x: Tensor, slopes: Tensor, first: Tensor, **numbers: float) -> Tensor:
         x = nanoattn.compat.rotary.apply_rotary_emb(x, cos, sin, inplace=True, seqlen_offsets=first)
         some = nanoattn.flash_attn_func(x, x[:, :4], x[:, :4], alibi_slopes=slopes,
-                                        window_size=(3, 2))
+                                        window_size=(3, 2), **numbers)
         return some + nanoattn.flash_attn_qkvpacked_func(torch.stack((x, x, x), 2), causal=True)
 
     compiled = torch.compile(f, backend="eager", fullgraph=True)
-    for B, T in ((2, 5), (3, 9)):
+    for B, T, scale, softcap in ((2, 5, 0.3, 0.0), (2, 5, 0.5, 0.0), (3, 9, 0.7, 2.0),
+                                 (3, 9, 0.9, 5.0)):
         x, slopes, first = torch.randn(B, T, 2, D), torch.rand(B, 2), torch.arange(B)
-        other = x.clone()
-        torch.testing.assert_close(compiled(x, slopes, first), f(other, slopes, first))
+        other, numbers = x.clone(), {"softmax_scale": scale, "softcap": softcap}
+        torch.testing.assert_close(compiled(x, slopes, first, **numbers),
+                                   f(other, slopes, first, **numbers))
         assert torch.equal(x, other)
 
 

@@ -149,16 +149,6 @@ def test_the_seed_is_of_weights_batches_dropout_and_the_sample(data_dir, tmp_pat
     assert " ms" not in a.out and not any("ms" in row for row in a.rows)
 
 
-def test_an_evaluation_uses_the_same_windows_and_no_dropout(data_dir, tmp_path):
-    """Constant weights: equal bits."""
-    r = run(data_dir, tmp_path / "out", learning_rate=1e-30, dropout=0.3, eval_interval=2,
-            eval_on_start=True)
-    found = r.evaluations()
-    assert list(found) == [0, 2, 4, 6, 8]
-    assert len(set(found.values())) == 1
-    assert len(set(r.losses().values())) == 8
-
-
 def mean_loss(model: Any, data_dir: Path, split: str = "val", sequences: int = 8, block: int = 16,
               vocab_size: int = 64) -> float:
     tokens = data.load(data_dir / "tiny", split, block, vocab_size)
@@ -169,9 +159,9 @@ def mean_loss(model: Any, data_dir: Path, split: str = "val", sequences: int = 8
 
 
 def test_an_evaluation_is_the_mean_over_its_windows(data_dir, tmp_path):
-    """--eval_only gives it again."""
+    """Without dropout; --eval_only gives it again."""
     out = tmp_path / "out"
-    found = run(data_dir, out, eval_iters=3, eval_interval=8).evaluations()[8]
+    found = run(data_dir, out, eval_iters=3, eval_interval=4, dropout=0.3).evaluations()[8]
     model = checkpoint.load(checkpoint.latest(out)).model().eval()
     V = model.config.vocab_size
     want = [mean_loss(model, data_dir, split, 3 * 4, vocab_size=V) for split in ("train", "val")]
