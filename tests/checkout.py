@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -24,3 +26,10 @@ def files(*patterns: str) -> list[Path]:
     found = {path for pattern in patterns for path in ROOT.glob(pattern) if path.is_file()}
     known = tracked()
     return sorted(found if known is None else found & known)
+
+
+def python(*words: str, cwd: Path = ROOT, input: str | None = None, timeout: float = 600,
+           **env: str) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"PYTHONPATH": str(ROOT)} | env
+    return subprocess.run([sys.executable, *words], cwd=cwd, env=env, input=input, timeout=timeout,
+                          capture_output=True, text=True)

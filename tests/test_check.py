@@ -5,13 +5,11 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from checkout import ROOT
+from checkout import ROOT, python
 
 from attention import Spec, select
 from attention.check import command as check
@@ -159,8 +157,7 @@ def test_a_planted_bug_is_found_and_named(bug: str, tmp_path: Path, capsys) -> N
 def test_the_script_of_a_case_prints_both_results_anywhere(bug, tmp_path: Path, capsys) -> None:
     path, _ = planted(bug, tmp_path)
     _, report = report_of(capsys, path, "--dtype=float32", "--first")
-    run = subprocess.run([sys.executable, "-"], input=report["script"], cwd=tmp_path,
-                         capture_output=True, text=True)
+    run = python("-", input=report["script"], cwd=tmp_path, PYTHONPATH="")
     assert run.returncode == 0 and "q (2, " in run.stdout, run.stderr
     found = re.findall(r"^(\w+) at (\[.*\]): the kernel (\S+), the truth (\S+)$", run.stdout, re.M)
     off = re.findall(r"(\w+) is off by (\S+) at (\[[\d, ]+\])", report["failures"][0]["why"])

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import logging
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from typing import Any
 
 import kernels
 import pytest
 import torch
-from checkout import ROOT
+from checkout import python
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -208,7 +206,7 @@ def test_import_attention_leaves_the_compiler_and_transformers_alone() -> None:
     """torch._dynamo takes a second to import."""
     heavy = "not {'torch._dynamo', 'transformers'} & set(sys.modules)"
     script = f"import sys, attention; attention.hf.names(); assert {heavy}"
-    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)
+    assert python("-c", script).returncode == 0
 
 
 # --- what a user sees ---

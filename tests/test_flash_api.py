@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import replace
@@ -18,7 +15,7 @@ import oracle
 import pytest
 import torch
 import torch.nn.functional as F
-from checkout import ROOT
+from checkout import ROOT, python
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -532,7 +529,7 @@ def test_padding_is_removed_and_put_back(lengths, left, dtype, unused) -> None:
 
 # As a new user writes it: a layer with rotary embeddings and a cache.
 PROGRAM = """
-import nanoattn
+import attention as nanoattn
 nanoattn.as_flash_attn()
 nanoattn.as_flash_attn()
 import importlib.util, torch
@@ -562,17 +559,12 @@ print("ran")
 """
 
 
-def run_program(program: str, folder: Any) -> subprocess.CompletedProcess[str]:
-    env = os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
-    program = program.replace("import nanoattn\n", "import attention as nanoattn\n")
-    return subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
-
-
 @pytest.mark.slow
 def test_a_program_that_imports_flash_attn_and_an_installed_one_is_not_hidden(tmp_path) -> None:
-    ran = run_program(PROGRAM, tmp_path)
+    ran = python("-c", PROGRAM)
     assert ran.stdout == "ran\n", ran.stderr
     (tmp_path / "flash_attn").mkdir()
     (tmp_path / "flash_attn" / "__init__.py").write_text("")
     for program in (PROGRAM, f"import flash_attn\n{PROGRAM}"):
-        assert "ImportError: flash-attn is installed" in run_program(program, tmp_path).stderr
+        ran = python("-c", program, PYTHONPATH=f"{tmp_path}:{ROOT}")
+        assert "ImportError: flash-attn is installed" in ran.stderr

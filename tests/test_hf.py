@@ -9,8 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -20,6 +18,7 @@ import hf_table
 import kernels
 import pytest
 import torch
+from checkout import python
 from conftest import every
 from hf_table import CASES, ENCODERS, MODELS, build, cell, run
 from hypothesis import given, settings
@@ -75,11 +74,9 @@ def test_the_oldest_transformers() -> None:
     if not folder:
         pytest.skip("NANOATTN_OLD_TRANSFORMERS is not set")
     code = "import transformers as t; print(t.__version__, t.__file__)"
-    env = os.environ | {"PYTHONPATH": folder}
-    found = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    found = python("-c", code, PYTHONPATH=folder)
     assert folder in found.stdout and found.stdout[0] == "4", found.stdout
-    asked = [sys.executable, "-m", "pytest", __file__, "-m", "not slow", "-p", "no:xdist"]
-    ran = subprocess.run(asked, env=env, capture_output=True, text=True)
+    ran = python("-m", "pytest", __file__, "-m", "not slow", "-p", "no:xdist", PYTHONPATH=folder)
     assert ran.returncode == 0 and " passed" in ran.stdout, ran.stdout[-3000:]
 
 

@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ import kernels
 import processes
 import pytest
 import torch
+from checkout import python
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
@@ -37,7 +37,6 @@ from attention.machine import timing
 from core.parallel import DistInfo
 from model import GPT, GPTConfig
 
-ROOT = Path(__file__).parent.parent
 SELECT = sys.modules["attention.select"]  # attention.select is the function
 T, H, D = 9, 4, 16
 Q = torch.randn(2, T, H, D, generator=torch.Generator().manual_seed(0))
@@ -148,8 +147,7 @@ print("returned")
 @pytest.mark.ci
 def test_a_compiled_call_without_a_plan_returns() -> None:
     """flex and fastest compile, for which a thread of the choice would wait."""
-    done = subprocess.run([sys.executable, "-c", COMPILED], cwd=ROOT, capture_output=True,
-                          text=True, timeout=300)
+    done = python("-c", COMPILED, timeout=300)
     assert done.stdout.splitlines()[-1:] == ["returned"], done.stderr
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
-from checkout import ROOT
+from checkout import ROOT, python
 from conftest import few
 from hypothesis import given
 from hypothesis import strategies as st
@@ -245,12 +245,6 @@ run(lambda: open("/no/file") if os.environ["RANK"] in "{ranks}" else time.sleep(
                   f"{tmp_path}/program.py")
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error")]
     assert done.returncode == 1 and line.startswith(shown) and "/no/file" in line
-
-
-def python(*words: str, **more: str) -> subprocess.CompletedProcess[str]:
-    env = os.environ | {"PYTHONPATH": str(ROOT)} | more
-    line = [sys.executable, *words]
-    return subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True)
 
 
 def test_help_shows_comments_and_the_values_of_a_file_without_torch(tmp_path: Path) -> None:

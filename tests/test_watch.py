@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from checkout import ROOT
+from checkout import python
 from test_train import argv, make_data, run, run_line
 
 import checkpoint
@@ -49,10 +46,8 @@ def torchrun(folder: Path, fault: str, victim: int, line: list[str], *how: str, 
     """One of two processes fails at a step of each attempt: (exit code, output)."""
     script = folder / "faulty.py"
     script.write_text(FAULTY, encoding="utf-8")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command += [*how, str(script), fault, str(victim), at, *line]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=180)
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *how]
+    done = python(*command, str(script), fault, str(victim), at, *line, cwd=folder, timeout=180)
     return done.returncode, done.stdout + done.stderr
 
 
