@@ -51,7 +51,8 @@ class Watch(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.seen: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        self.peak, self.sent = 0, Counter[str]()
+        self.peak = 0
+        self.sent = Counter[str]()
 
     def add(self, value: Any) -> list[Tensor]:
         leaves = (getattr(t, "_local_tensor", t) for t in tree_leaves(value))
@@ -79,7 +80,8 @@ def second_step(rank: int, n: int, sizes: dict[str, Any], way: str, size: int, d
     kernel = "tiled" if way == "ring" else "sdpa_flash"
     model = GPT(GPTConfig(**sizes, attention_backend=kernel)).train()
     model.gradient_checkpointing = checkpointing
-    cpu, config = torch.device("cpu"), TrainConfig(dtype=dtype)
+    cpu = torch.device("cpu")
+    config = TrainConfig(dtype=dtype)
     ranks = DistInfo(cpu, rank, n, dist.group.WORLD if n > 1 else None)
     if way == "ring":
         model.ring = attention.Ring(dist.group.WORLD)
@@ -133,7 +135,7 @@ UNEVEN = {"block_size": 17, "vocab_size": 101, "n_layer": 3, "n_head": 3, "n_emb
     *((sizes, 1, "ddp", dtype, 1, on) for sizes, dtype, on in product(
         (DEEP, WIDE, LLAMA), ("float32", "bfloat16"), (False, True)))])
 def test_what_a_step_holds_and_sends(sizes, n, way, dtype, micro, checkpointing) -> None:
-    size = {"fsdp": n, "hybrid": n // 2}.get(way, 1)
+    size = {"fsdp": n, "hybrid": n // 2}.get(way, 1)  # ranks of a copy of the weights
     args = sizes, way, size, dtype, micro, checkpointing
     got = processes.run(second_step, n, *args) if n > 1 else [second_step(0, 1, *args)]
     context = n if way == "ring" else 1

@@ -1,3 +1,4 @@
+# ruff: noqa: F401, F811 (a fixture)
 """Killed, frozen or failed processes: torchrun ends the others, the rank is named."""
 
 from __future__ import annotations
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from checkout import python
-from test_train import argv, make_data, run, run_line
+from test_train import argv, data_dir, run, run_line
 
 import checkpoint
 from core.metrics import read
@@ -49,11 +50,6 @@ def torchrun(folder: Path, fault: str, victim: int, line: list[str], *how: str, 
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *how]
     done = python(*command, str(script), fault, str(victim), at, *line, cwd=folder, timeout=180)
     return done.returncode, done.stdout + done.stderr
-
-
-@pytest.fixture(scope="module")
-def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_data(tmp_path_factory.mktemp("data"))
 
 
 FSDP = {"parallel": "fsdp"}
