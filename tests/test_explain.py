@@ -40,6 +40,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "one token": {"prompt": "a"},
     "full": {"prompt": (PROMPT * 3)[:48], "attention_window": 6},
     "bfloat16": {"dtype": "bfloat16", "n_kv_head": 1},
+    "alibi": {"position": "alibi"},
 }
 SHOWN = ["plain", "gqa-window-segments"]  # on the page
 
@@ -65,7 +66,8 @@ Layer = tuple[Tensor, Tensor, Tensor, Tensor]  # S and P (H, T, T), v (Hkv, T, D
 def document(shape: str = "plain") -> tuple[Document, list[Layer]]:
     """The document, and the formula in float64."""
     settings = dict(SHAPES[shape])
-    sizes = {n: settings.pop(n) for n in ("attention_window", "n_kv_head") if n in settings}
+    names = settings.keys() & {"attention_window", "n_kv_head", "position"}
+    sizes = {name: settings.pop(name) for name in names}
     model = tiny(**sizes).to(getattr(torch, settings.get("dtype", "float32")))
     caught: list[Tensor] = []
     for block in model.transformer.h:
@@ -78,6 +80,9 @@ def document(shape: str = "plain") -> tuple[Document, list[Layer]]:
         sees = torch.tensor([[bool(visible(i, j, 0, window, a, b)) for j, b in enumerate(seg)]
                              for i, a in enumerate(seg)])
         S = q @ k.repeat_interleave(4 // kv, dim=0).mT / math.sqrt(8)
+        if "position" in sizes:  # the slopes of 4 heads
+            at = torch.arange(len(seg))
+            S -= (0.25 ** torch.arange(1, 5))[:, None, None] * (at[:, None] - at)
         S = S.masked_fill(~sees, -torch.inf)
         layers.append((S, S.softmax(-1), v, out.unflatten(1, (4, 8)).transpose(0, 1)))
     return found, layers
