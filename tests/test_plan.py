@@ -188,6 +188,13 @@ def test_gpt2_on_two_servers_by_hand(dtype: str, peak: float) -> None:
             assert row[name] == pytest.approx(flop * share, rel=1e-3)
 
 
+@pytest.mark.parametrize("context, crosses", [(4, False), (3, True), (12, True)])
+def test_a_ring_that_a_server_does_not_hold_uses_the_network(context, crosses) -> None:
+    for row in rows(*ARGV, "--gpus=24", f"--context_parallels={context}")[:2]:
+        network = (sum(row["sent"].values()) - row["sent"]["ring"]) / 8
+        assert row["links"]["network"] == pytest.approx(network + crosses * row["sent"]["ring"])
+
+
 # --- the command ---
 
 
@@ -208,6 +215,8 @@ def test_every_table_says_that_it_is_planned() -> None:
     # 480 sequences a step do not suffice for 512 GPUs
     assert [r["gpus"] for r in content["rows"] if "why" in r] == [512] * 3
     assert all("why" not in r for r in rows(*ARGV, "--gpus=512", "--context_parallels=2"))
+    short = rows(*ARGV, "--gpus=8", "--context_parallels=8", "--block_size=7")
+    assert all({"8", "7"} <= {*r["why"].split()} for r in short)
     *lines, last = run(*ARGV, "--gpus=8", "--memory_gb=6.5", "--json")[1].splitlines()
     ddp, fsdp = json.loads(last)["rows"]
     assert -ddp["left_bytes"] == pytest.approx(ddp["memory_bytes"] - 0.95 * 6.5e9)
