@@ -95,10 +95,6 @@ def in_blocks(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, sp
     if segments is None or Tq <= size or symbolic(segments):
         masked = spec.alibi or segments is not None
         parts = blocks(slice(offset, Tk), slice(0, Tk), spec, size, masked)
-        if segments is None and alibi_slopes is None and len(parts) == 1:  # decoding
-            J = parts[0][1]
-            (k,), (v,) = (slices(t, [(slice(None), J)]) for t in (k, v))
-            return attend(q, k, v, spec, offset=offset - J.start, **options)
         found = [Block(slice(None), *part, segments is not None) for part in parts]
     else:
         found = blocks_of_segments(segments, offset, spec, size)

@@ -235,12 +235,8 @@ class Backend:
 
 
 def in_own_dtype(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    is_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled  # faster than a context
-
     @wraps(attend)
     def compute(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **options: Any) -> Tensor:
-        if not is_autocast():
-            return attend(q, k, v, spec, **options)
         with autocast_off(q):
             return attend(q, k, v, spec, **options)
 
@@ -289,9 +285,6 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, spec: Spec, segments: Any = None
             f"{spec.dtype} on one device, got {shape_of(q)}, {shape_of(k)}, {shape_of(v)}")
     if buffers:
         _check_cache(q, k, spec, cache)
-    if segments is sinks is alibi_slopes is None and not (
-            spec.segments or spec.sinks or spec.alibi):
-        return
     by_row = getattr(alibi_slopes, "ndim", 1) == 2
     for name, t, requested, size, dtypes in (
         ("segments", segments, spec.segments, (shape[0], kv_shape[1]), INTEGERS),

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -180,15 +181,12 @@ def fastest(spec: Spec, device: str | torch.device, shape: Shape, policy: Policy
 def memory() -> Path:
     if own := os.environ.get("NANOATTN_CACHE"):
         return Path(own) / "fastest.json"
-    try:
-        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError as e:  # no user name, as in containers
-        raise OSError(f"{e}; set NANOATTN_CACHE to a folder that can be written") from None
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
     return caches / "nanoattn" / "fastest.json"
 
 
 def stored(file: str = "fastest.json") -> dict[str, Any]:
-    with suppress(OSError, ValueError, RecursionError):
+    with suppress(OSError, ValueError, RuntimeError):  # RuntimeError: no home, deep JSON
         found = json.loads(memory().with_name(file).read_text(encoding="utf-8"))
         return found if isinstance(found, dict) else {}
     return {}
@@ -198,15 +196,11 @@ def store(key: str, value: object, file: str = "fastest.json") -> None:
     try:
         path = memory().with_name(file)
         path.parent.mkdir(parents=True, exist_ok=True)
-        new = path.with_name(f"{file}.{os.getpid()}.partial")  # other processes may read
-        new.unlink(missing_ok=True)
-        try:
-            with new.open("x", encoding="utf-8") as f:  # through no link
-                json.dump({**stored(file), key: value}, f, indent=1)
+        with TemporaryDirectory(dir=path.parent) as folder:  # other processes may read
+            new = Path(folder) / file
+            new.write_text(json.dumps({**stored(file), key: value}, indent=1), encoding="utf-8")
             new.replace(path)
-        finally:
-            new.unlink(missing_ok=True)
-    except OSError as e:
+    except (OSError, RuntimeError) as e:
         log.warning(f"{file} cannot be written, so the next start measures again: {e}")
 
 
