@@ -50,8 +50,7 @@ class Result:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        found = {name: getattr(self, name) for name in ("out", "dq", "dk", "dv", "dsinks")}
-        return {name: t for name, t in found.items() if t is not None}
+        return {name: t for name, t in vars(self).items() if isinstance(t, Tensor)}
 
 
 def grouped(t: Tensor, Hkv: int) -> Tensor:

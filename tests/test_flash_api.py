@@ -390,8 +390,8 @@ ROTARY = {"rotary_cos": torch.ones(9, 4), "rotary_sin": torch.ones(9, 4)}
 CALLS: list[tuple[Any, Call, list[Call]]] = [
     (nanoattn.flash_attn_func, DENSE, [
         *of("q k v", *SHAPES, *HEADS),
-        *of("dropout_p softmax_scale softcap", "abc", [0.5], torch.ones(2), {}),
-        *of("window_size", 3, (3.5, 2)), *of("a_typo qv", 1), *of("alibi_slopes", torch.ones(3))]),
+        *of("dropout_p softmax_scale softcap window_size", lambda _: "abc", lambda _: [0.5]),
+        *of("a_typo qv", 1), *of("alibi_slopes", torch.ones(3))]),
     (nanoattn.flash_attn_varlen_func, VARLEN, [
         *of("q k v", *SHAPES, *HEADS),
         *of("cu_seqlens_q", *FEWER, lambda t: t + 1, lambda t: t.flip(0)),

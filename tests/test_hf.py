@@ -381,13 +381,13 @@ def test_a_model_that_cannot_be_right_is_refused_at_the_latest_by_the_report(nam
     ({"key": torch.zeros(1, 2, 4, 8).double()}, "float64"),
     ({"sliding_window": 2}, "window is 2"),
     ({"attention_mask": None}, "without a mask"),
-    ({"attention_mask": Mask.of(Proof(4, 9), "x", (1, 1, 4, 9))}, "does not fit"),
+    ({"attention_mask": Mask.of(Proof(4, 9), (1, 1, 4, 9))}, "does not fit"),
     ({"softcap": -1.0}, "softcap"),
 ])
 def test_what_cannot_be_honoured_is_refused(asked: dict[str, Any], why: str) -> None:
     attend = transformers.AttentionInterface()["nanoattn:manual"]
     q, kv = torch.zeros(1, 4, 4, 8), torch.zeros(1, 2, 4, 8)
-    mask = Mask.of(Proof(4, 4), "nanoattn:manual", (1, 1, 4, 4))
+    mask = Mask.of(Proof(4, 4), (1, 1, 4, 4))
     call = {"module": torch.nn.Linear(1, 1), "query": q, "key": kv, "value": kv,
             "attention_mask": mask, "position_ids": torch.arange(4), "new": None}
     assert attend(**call)[0].shape == (1, 4, 4, 8)

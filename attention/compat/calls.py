@@ -75,25 +75,18 @@ def requested(sizes: dict[str, int], q: Tensor, layout: str, tensors: dict[str, 
         match(sizes, q.device, ("float32",), alibi_slopes=(slopes, axes))
         if slopes.requires_grad:
             raise ValueError("alibi_slopes must not require gradients: they get none")
-    try:  # also NumPy's integers and tensors
-        first, last = (n if isinstance(n, int) else operator.index(n) for n in window)
-    except (TypeError, ValueError):
-        raise TypeError(f"window_size must be two integers, got {window!r}") from None
-    left, right = [n if 0 <= n < NO_LIMIT else None for n in (first, last)]
-    dropout = number("dropout_p", dropout)
-    softcap = None if softcap is None else number("softcap", softcap) or None
-    scale = None if scale is None else number("softmax_scale", scale)
+    # Also NumPy's numbers, and tensors.
+    sides = (n if isinstance(n, int) else operator.index(n) for n in window)
+    left, right = (n if 0 <= n < NO_LIMIT else None for n in sides)
+    dropout, scale, softcap = (None if x is None else number(x) for x in (dropout, scale, softcap))
     return Request(
         *heads, dtype, None if left is None else left + 1, dropout, False, grad, "none",
-        torch.compiler.is_compiling(), None, scale, softcap, False, lse, 0 if causal else right,
-        slopes is not None)
+        torch.compiler.is_compiling(), None, scale, softcap or None, False, lse,
+        0 if causal else right, slopes is not None)
 
 
-def number(name: str, value: Any) -> float:
-    try:
-        value = float(value)
-    except (TypeError, ValueError, RuntimeError):  # the last of a tensor of several
-        raise TypeError(f"{name} must be a number, got {shape_of(value)}") from None
+def number(value: Any) -> float:
+    value = float(value)
     return math.ldexp(*math.frexp(value)) if torch.compiler.is_compiling() else value
 
 

@@ -140,7 +140,7 @@ def _mask(name: str, sdpa_mask: Callable[..., Tensor | None], **options: Any) ->
             proof = prove(seen, window if causal else None, real, causal)
         except ValueError as e:
             raise BackendUnavailable(f"{name} refuses the mask: {e}") from None
-    return Mask.of(proof, name, (B, 1, Tq, Tk))
+    return Mask.of(proof, (B, 1, Tq, Tk))
 
 
 @kept
@@ -254,14 +254,11 @@ class Layer(NamedTuple):
     ran: tuple[tuple[Spec, Resolution, int], ...]  # and how many times
 
     def lines(self) -> tuple[str, ...]:
-        found: tuple[str, ...] = ()
-        for spec, chosen, n in self.ran:
-            kernels = ", ".join(chosen.kernels) or "plain operators"
-            lost = "".join(f"; {n} refused: {'; '.join(w)}" for n, w in chosen.rejected.items())
-            options, _, _ = str(spec).rpartition(", ")
-            found += (f"{chosen.backend.name} (kernel: {kernels}), {n} call{'s' * (n > 1)}, "
-                      f"{options}, gradients {'on' if spec.grad else 'off'}{lost}",)
-        return found or ("NOT CALLED",)
+        return tuple(
+            f"{chosen.backend.name} (kernel: {', '.join(chosen.kernels) or 'plain operators'}), "
+            f"{n} call{'s' * (n > 1)}, {spec}"
+            + "".join(f"; {name} refused: {'; '.join(w)}" for name, w in chosen.rejected.items())
+            for spec, chosen, n in self.ran) or ("NOT CALLED",)
 
 
 class Report(tuple[Layer, ...]):

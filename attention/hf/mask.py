@@ -35,13 +35,12 @@ class Mask(Tensor):
     """A proved mask (B, 1, Tq, Tk) without entries. Computing with it raises."""
 
     proof: Proof
-    implementation = "nanoattn"  # attn_implementation
     checked: Tensor | None = None
 
     @staticmethod
-    def of(proof: Proof, implementation: str, shape: tuple[int, ...]) -> Mask:
+    def of(proof: Proof, shape: tuple[int, ...]) -> Mask:
         mask = torch.zeros((), dtype=torch.bool).expand(shape).as_subclass(Mask)
-        mask.proof, mask.implementation = proof, implementation
+        mask.proof = proof
         return mask
 
     @classmethod
@@ -53,13 +52,12 @@ class Mask(Tensor):
         writes = called == "__setitem__" or (called.startswith("__i") and len(operands) > 1)
         writes |= called.endswith("_") and not called.endswith("__")
         if writes or any(isinstance(x, Tensor) and not isinstance(x, Mask) for x in operands):
-            name = next(x.implementation for x in operands if isinstance(x, Mask))
             text = f"it computes with the mask itself ({called or func})"
-            raise BackendUnavailable(f"this model does not call {name!r}: {text}")
+            raise BackendUnavailable(f"this model does not call nanoattn: {text}")
         out = super().__torch_function__(func, types, args, kwargs)
         # Copies, by generate(), keep their proof.
         if isinstance(out, Mask) and called in ("to", "detach", "contiguous", "clone"):
-            proof, out.implementation = args[0].proof, args[0].implementation
+            proof = args[0].proof
             segments = None if proof.segments is None else proof.segments.to(out.device)
             out.proof = replace(proof, segments=segments)
         return out
