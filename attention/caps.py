@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .machine.system import UNKNOWN_VERSION, autocast_off
@@ -270,48 +269,33 @@ INTEGERS = ("int32", "int64", "int16", "int8", "uint8")
 def check_call(q: Tensor, k: Tensor, v: Tensor, spec: Spec, segments: Any = None, cache: Any = None,
                sinks: Any = None, alibi_slopes: Any = None) -> None:
     """Raise ValueError if arguments contradict the Spec or one another."""
-    shape, kv_shape, dtype, on = q.shape, k.shape, q.dtype, q.device
-    H, Hkv, D = spec.n_head, spec.n_kv_head, spec.head_dim
-    buffers = cache is not None or spec.cache in BUFFERS
-    if not (
-        len(shape) == len(kv_shape) == 4 and shape[2] == H and kv_shape[2] == Hkv
-        and shape[3] == kv_shape[3] == D and kv_shape == v.shape
-        and (buffers or kv_shape[0] == shape[0])
-        and dtype == k.dtype and dtype == v.dtype and str(dtype)[6:] == spec.dtype
-        and on == k.device and on == v.device
-    ):
-        raise ValueError(
-            f"q, k and v must be (batch, tokens, heads, {D}) of {H}, {Hkv} and {Hkv} heads in "
-            f"{spec.dtype} on one device, got {shape_of(q)}, {shape_of(k)}, {shape_of(v)}")
-    if buffers:
-        _check_cache(q, k, spec, cache)
-    by_row = getattr(alibi_slopes, "ndim", 1) == 2
-    for name, t, requested, size, dtypes in (
-        ("segments", segments, spec.segments, (shape[0], kv_shape[1]), INTEGERS),
-        ("sinks", sinks, spec.sinks, (H,), DTYPES),
-        ("alibi_slopes", alibi_slopes, spec.alibi, (shape[0], H) if by_row else (H,), ("float32",)),
-    ):
-        if (t is not None) != requested:
-            raise ValueError(f"{name} must agree with the Spec's {requested}, got {shape_of(t)}")
-        if t is not None:
-            must_be(name, t, size, on, dtypes)
-    if alibi_slopes is not None and alibi_slopes.requires_grad:
-        raise ValueError("alibi_slopes must not require a gradient: they get none")
-    if segments is not None and in_pieces(segments):
-        raise ValueError("segments must be runs of equal ids, got an id that comes again")
-
-
-def _check_cache(q: Tensor, k: Tensor, spec: Spec, cache: Any) -> None:
+    H, Hkv, D, dtype, on = spec.n_head, spec.n_kv_head, spec.head_dim, (spec.dtype,), q.device
+    must_be("q", q, (-1, -1, H, D), on, dtype)
     B, kind = q.shape[0], "none" if cache is None else getattr(cache, "kind", "")
     if kind != (spec.cache if spec.cache in BUFFERS else "none"):
         got = type(cache).__name__
         raise ValueError(f"cache must be a view of the Spec's '{spec.cache}' cache, got {got}")
+    size: Any = (-1, spec.page_size) if kind == "paged" else (B, getattr(cache, "length", -1))
+    must_be("k", k, (*size, Hkv, D), on, dtype)
+    must_be("v", v, tuple(k.shape), on, dtype)
+    for name in ("start", "count") if cache is not None else ():
+        must_be(f"cache.{name}", getattr(cache, name), (B,), on, INTEGERS)
     if kind == "paged":
-        must_be("cache.page_table", cache.page_table, (B, -1), q.device, INTEGERS)
-    size = (-1, spec.page_size) if kind == "paged" else (B, cache.length)
-    must_be("k", k, (*size, *k.shape[2:]), q.device, (spec.dtype,))
-    for name in ("start", "count"):
-        must_be(f"cache.{name}", getattr(cache, name), (B,), q.device, INTEGERS)
+        must_be("cache.page_table", cache.page_table, (B, -1), on, INTEGERS)
+    by_row = getattr(alibi_slopes, "ndim", 1) == 2
+    for name, t, requested, shape, dtypes in (
+        ("segments", segments, spec.segments, (B, k.shape[1]), INTEGERS),
+        ("sinks", sinks, spec.sinks, (H,), DTYPES),
+        ("alibi_slopes", alibi_slopes, spec.alibi, (B, H) if by_row else (H,), ("float32",)),
+    ):
+        if (t is not None) != requested:
+            raise ValueError(f"{name} must agree with the Spec's {requested}, got {shape_of(t)}")
+        if t is not None:
+            must_be(name, t, shape, on, dtypes)
+    if alibi_slopes is not None and alibi_slopes.requires_grad:
+        raise ValueError("alibi_slopes must not require a gradient: they get none")
+    if segments is not None and in_pieces(segments):
+        raise ValueError("segments must be runs of equal ids, got an id that comes again")
 
 
 def must_be(name: str, t: Any, shape: tuple[int, ...], on: object, dtypes: tuple[str, ...]) -> None:
