@@ -83,7 +83,7 @@ def _varlen(flash: ModuleType, q: Tensor, k: Tensor, v: Tensor, segments: Tensor
     if isinstance(slopes, Tensor) and slopes.dim() == 2:
         row = found.cu_q[:-1] // q.shape[1]
         options = {**options, "alibi_slopes": slopes[row.long()]}
-    packed, ends = found.pack(q, k, v), dict(zip(names, found.ends))
+    packed, ends = found.pack(q, k, v), dict(zip(names, found))
     out = _tensor(flash.flash_attn_varlen_func(*packed, **ends, **options))
     return dense_gradient(out).unflatten(0, q.shape[:2])
 

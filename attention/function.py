@@ -35,10 +35,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, kernel: Partial,
 
 
 def whole(backend: Backend) -> Callable[..., Tensor]:
-    def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **options: object) -> Tensor:
-        return attention(q, k, v, spec, kernel=backend.partial, **options)[0]
-
-    return attend
+    return lambda *args, **options: attention(*args, kernel=backend.partial, **options)[0]
 
 
 def _run(f: Callable[..., Any], spec: Spec, offset: int, tensors: tuple[Tensor, ...],

@@ -208,10 +208,6 @@ class Runs(NamedTuple):
     max_k: int
     keys: Tensor | None  # indices among the B * Tk keys; None: all
 
-    @property
-    def ends(self) -> tuple[Tensor, Tensor, int, int]:
-        return self.cu_q, self.cu_k, self.max_q, self.max_k
-
     def pack(self, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
         """q, k and v as (tokens, heads, head_dim)."""
         q, *kv = (t.flatten(0, 1) for t in (q, k, v))
@@ -278,10 +274,7 @@ class PagedView:
     kind: ClassVar[str] = "paged"  # Spec.cache
 
 
-MakeView = Callable[[Numbers, Numbers], StaticView | PagedView | None]
-
-
-def filled_cache(k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor, MakeView]:
+def filled_cache(k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor, Callable[..., Any]]:
     """k and v (B, T, Hkv, D) in the cache of `spec`, and view(start, count)."""
     B, T = k.shape[:2]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from .caps import Backend, DeviceLost, shape_of
+from .caps import Backend, DeviceLost, must_be
 from .function import whole
 from .machine.system import KERNEL_ERRORS, first_line, loses_device, profiled
 from .masks import filled_cache
@@ -202,7 +202,7 @@ def run(attend: Callable[..., Tensor], given: Inputs, spec: Spec,
     given = given._replace(**leaves)
     with torch.set_grad_enabled(spec.grad):
         out = attend(given.q, given.k, given.v, spec, **given.options)
-    must_be_like(out, given.q)
+    must_be("its output", out, tuple(given.q.shape), given.q.device, (str(given.q.dtype)[6:],))
     if out.requires_grad != spec.grad:
         raise AssertionError(f"out.requires_grad is {out.requires_grad}")
     grads: Sequence[Tensor] = ()
@@ -224,16 +224,11 @@ def run_cached(attend: Callable[..., Tensor], given: Inputs, spec: Spec,
         q, count = pad_sequence(rows, True), [len(row) for row in rows]
         cache = view([before - T + n for n in done], count)
         got = attend(q, k, v, spec, cache=cache, **given.options)
-        must_be_like(got, q)
+        must_be("its output", got, tuple(q.shape), q.device, (str(q.dtype)[6:],))
         for b, n in enumerate(count):
             out[b, done[b] : end[b]] = got[b, :n]
         done = end
     return Result(out)
-
-
-def must_be_like(out: object, q: Tensor) -> None:
-    if not isinstance(out, Tensor) or out.shape != q.shape or out.dtype != q.dtype:
-        raise TypeError(f"it returned {shape_of(out)}, not {shape_of(q)}")
 
 
 def leakage(attend: Callable[..., Tensor], given: Inputs, spec: Spec, ahead: int | None) -> float:

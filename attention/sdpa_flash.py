@@ -33,7 +33,7 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *,
     right = -1 if spec.right is None else spec.right
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # else torch 2.14 may take cuDNN's kernel
         q_THD, k_THD, v_THD = found.pack(by_8(q), by_8(k), by_8(v))
-        out = varlen_attn(q_THD, k_THD, v_THD, *found.ends, scale=spec.softmax_scale,
+        out = varlen_attn(q_THD, k_THD, v_THD, *found[:4], scale=spec.softmax_scale,
                           window_size=(left, right), enable_gqa=spec.n_head != spec.n_kv_head)
     out = dense_gradient(out)  # type: ignore[arg-type]
     return out.unflatten(0, (B, Tq))[..., :D]

@@ -39,13 +39,7 @@ def visible(i: Numbers, j: Numbers, offset: Numbers = 0, window: int | None = No
             seg_i: Numbers = None, seg_j: Numbers = None, right: Numbers = 0) -> Numbers:
     """True if query i may attend to key j: the one definition of masking in this project.
 
-    Causal, aligned bottom-right. With ``offset = Tk - Tq``, here Tq = 3 and Tk = 5::
-
-                                   window=2             right=1         window=2, right=1
-              k0 k1 k2 k3 k4    k0 k1 k2 k3 k4      k0 k1 k2 k3 k4      k0 k1 k2 k3 k4
-          q0   x  x  x  .  .     .  x  x  .  .       x  x  x  x  .       .  x  x  x  .
-          q1   x  x  x  x  .     .  .  x  x  .       x  x  x  x  x       .  .  x  x  x
-          q2   x  x  x  x  x     .  .  .  x  x       x  x  x  x  x       .  .  .  x  x
+    Causal, aligned bottom-right with ``offset = Tk - Tq``; pictures: docs/ATTENTION.md.
 
     i, j: integers, or tensors that broadcast. window: keys up to its own that a query attends to,
     itself included; None: all. seg_i, seg_j: segment ids, which must be equal. right: later keys

@@ -31,11 +31,9 @@ UNKNOWN_VERSION = "unknown version"
 
 
 def cpu_name() -> str | None:
-    try:
-        info = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return None
-    found = re.search(r"^model name\s*:\s*(.*\S)", info, re.MULTILINE)
+    info = Path("/proc/cpuinfo")
+    text = info.read_text(encoding="utf-8") if info.exists() else ""
+    found = re.search(r"^model name\s*:\s*(.*\S)", text, re.MULTILINE)
     return found and found[1]
 
 

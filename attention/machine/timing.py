@@ -130,9 +130,8 @@ def calls_of(spec: Spec, device: torch.device, shape: Shape) -> Callable[[Backen
 
         if spec.compiled:
             run = torch.compile(own_code(run, f"forward_{backend.name}"), dynamic=False)
-        tensors = {"q": given.q, "k": given.k, "v": given.v}
-        tensors |= {} if given.sinks is None else {"sinks": given.sinks}
-        leaves = {name: t.detach().requires_grad_(spec.grad) for name, t in tensors.items()}
+        leaves = {name: t.detach().requires_grad_(spec.grad) for name, t in given.tensors.items()
+                  if name in ("q", "k", "v", "sinks")}
 
         def call() -> None:
             with torch.set_grad_enabled(spec.grad):
