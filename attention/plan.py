@@ -178,23 +178,21 @@ def fastest(spec: Spec, device: str | torch.device, shape: Shape, policy: Policy
     return replace(chosen, requested="fastest")
 
 
-def memory() -> Path:
-    if own := os.environ.get("NANOATTN_CACHE"):
-        return Path(own) / "fastest.json"
-    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
-    return caches / "nanoattn" / "fastest.json"
+def memory(file: str = "fastest.json") -> Path:
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    return Path(os.environ.get("NANOATTN_CACHE") or caches / "nanoattn").expanduser() / file
 
 
 def stored(file: str = "fastest.json") -> dict[str, Any]:
     with suppress(OSError, ValueError, RuntimeError):  # RuntimeError: no home, deep JSON
-        found = json.loads(memory().with_name(file).read_text(encoding="utf-8"))
+        found = json.loads(memory(file).read_text(encoding="utf-8"))
         return found if isinstance(found, dict) else {}
     return {}
 
 
 def store(key: str, value: object, file: str = "fastest.json") -> None:
     try:
-        path = memory().with_name(file)
+        path = memory(file)
         path.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=path.parent) as folder:  # other processes may read
             new = Path(folder) / file
