@@ -271,10 +271,9 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, spec: Spec, segments: Any = None
     """Raise ValueError if arguments contradict the Spec or one another."""
     H, Hkv, D, dtype, on = spec.n_head, spec.n_kv_head, spec.head_dim, (spec.dtype,), q.device
     must_be("q", q, (-1, -1, H, D), on, dtype)
-    B, kind = q.shape[0], "none" if cache is None else getattr(cache, "kind", "")
+    B, kind = q.shape[0], "none" if cache is None else getattr(cache, "kind", type(cache).__name__)
     if kind != (spec.cache if spec.cache in BUFFERS else "none"):
-        got = type(cache).__name__
-        raise ValueError(f"cache must be a view of the Spec's '{spec.cache}' cache, got {got}")
+        raise ValueError(f"cache must be a view of the Spec's '{spec.cache}' cache, got {kind!r}")
     size: Any = (-1, spec.page_size) if kind == "paged" else (B, getattr(cache, "length", -1))
     must_be("k", k, (*size, Hkv, D), on, dtype)
     must_be("v", v, tuple(k.shape), on, dtype)

@@ -78,16 +78,14 @@ def requested(sizes: dict[str, int], q: Tensor, layout: str, tensors: dict[str, 
     # Also NumPy's numbers, and tensors.
     sides = (n if isinstance(n, int) else operator.index(n) for n in window)
     left, right = (n if 0 <= n < NO_LIMIT else None for n in sides)
-    dropout, scale, softcap = (None if x is None else number(x) for x in (dropout, scale, softcap))
+    numbers = [None if x is None else float(x) for x in (dropout, scale, softcap)]
+    if torch.compiler.is_compiling():  # else their second values are symbols
+        numbers = [x and math.ldexp(*math.frexp(x)) for x in numbers]
+    dropout, scale, softcap = numbers
     return Request(
         *heads, dtype, None if left is None else left + 1, dropout, False, grad, "none",
         torch.compiler.is_compiling(), None, scale, softcap or None, False, lse,
         0 if causal else right, slopes is not None)
-
-
-def number(value: Any) -> float:
-    value = float(value)
-    return math.ldexp(*math.frexp(value)) if torch.compiler.is_compiling() else value
 
 
 def check_deterministic(q: Tensor) -> None:
