@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .machine.system import UNKNOWN_VERSION, autocast_off
@@ -234,8 +235,12 @@ class Backend:
 
 
 def in_own_dtype(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    is_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled  # faster than a context
+
     @wraps(attend)
     def compute(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **options: Any) -> Tensor:
+        if not is_autocast():
+            return attend(q, k, v, spec, **options)
         with autocast_off(q):
             return attend(q, k, v, spec, **options)
 
@@ -270,17 +275,21 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, spec: Spec, segments: Any = None
                sinks: Any = None, alibi_slopes: Any = None) -> None:
     """Raise ValueError if arguments contradict the Spec or one another."""
     H, Hkv, D, dtype, on = spec.n_head, spec.n_kv_head, spec.head_dim, (spec.dtype,), q.device
-    must_be("q", q, (-1, -1, H, D), on, dtype)
+    must_be("q", q, (*q.shape[:2], H, D), on, dtype)
     B, kind = q.shape[0], "none" if cache is None else getattr(cache, "kind", type(cache).__name__)
     if kind != (spec.cache if spec.cache in BUFFERS else "none"):
         raise ValueError(f"cache must be a view of the Spec's '{spec.cache}' cache, got {kind!r}")
-    size: Any = (-1, spec.page_size) if kind == "paged" else (B, getattr(cache, "length", -1))
+    size: Any = (B, *k.shape[1:2]) if cache is None else (B, getattr(cache, "length", -1))
+    size = (*k.shape[:1], spec.page_size) if kind == "paged" else size
     must_be("k", k, (*size, Hkv, D), on, dtype)
-    must_be("v", v, tuple(k.shape), on, dtype)
+    must_be("v", v, k.shape, on, dtype)
     for name in ("start", "count") if cache is not None else ():
         must_be(f"cache.{name}", getattr(cache, name), (B,), on, INTEGERS)
     if kind == "paged":
         must_be("cache.page_table", cache.page_table, (B, -1), on, INTEGERS)
+    if segments is sinks is alibi_slopes is None and not (
+            spec.segments or spec.sinks or spec.alibi):
+        return
     by_row = getattr(alibi_slopes, "ndim", 1) == 2
     for name, t, requested, shape, dtypes in (
         ("segments", segments, spec.segments, (B, k.shape[1]), INTEGERS),
@@ -302,7 +311,7 @@ def must_be(name: str, t: Any, shape: tuple[int, ...], on: object, dtypes: tuple
             t.shape == shape or (t.dim() == len(shape) and all(
                 n == -1 or n == m for n, m in zip(shape, t.shape)))):  # `in` fails in a trace
         return
-    raise ValueError(f"{name} must be {shape} {' or '.join(dtypes)} on {on}, got {shape_of(t)}")
+    raise ValueError(f"{name} must be {tuple(shape)} {' or '.join(dtypes)} on {on}, got {shape_of(t)}")
 
 
 def shape_of(t: Any) -> str:
