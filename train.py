@@ -131,7 +131,7 @@ def train(loaded: Loaded[TrainConfig], distributed: DistInfo) -> int:
         evaluate(run)
         return 0
     if run.step >= config.max_iters and run.evaluated:
-        distributed.say(f"nothing to do: all {config.max_iters} steps (--max_iters) are done")
+        distributed.say(f"nothing to do: {run.step} steps are done, --max_iters={config.max_iters}")
         return 0
     distributed.gather(None)  # every process is ready: now an earlier run may be moved aside
     if distributed.main:

@@ -311,7 +311,8 @@ def must_be(name: str, t: Any, shape: tuple[int, ...], on: object, dtypes: tuple
             t.shape == shape or (t.dim() == len(shape) and all(
                 n == -1 or n == m for n, m in zip(shape, t.shape)))):  # `in` fails in a trace
         return
-    raise ValueError(f"{name} must be {tuple(shape)} {' or '.join(dtypes)} on {on}, got {shape_of(t)}")
+    want = f"{tuple(shape)} {' or '.join(dtypes)} on {on}"
+    raise ValueError(f"{name} must be {want}, got {shape_of(t)}")
 
 
 def shape_of(t: Any) -> str:

@@ -307,8 +307,10 @@ def read_weights(saved: Mapping[str, Tensor], config: GPTConfig) -> dict[str, Te
     gpt2 = config.position == "learned"
     derived = MASKS if gpt2 else "rotary_emb.inv_freq"
     left = {name: t for name, t in saved.items() if not name.endswith(derived)}
-    if config.tied:  # held twice
-        left.pop("lm_head.weight", None)
+    head = left.pop("lm_head.weight", None) if config.tied else None  # held twice
+    ends = (t for name, t in left.items() if name.endswith(("wte.weight", "embed_tokens.weight")))
+    if head is not None and not torch.equal(head, next(ends, head)):
+        raise FileError("lm_head.weight is not the embedding: tie_word_embeddings must be false")
     found: dict[str, Tensor] = {}
     if gpt2:
         for name, t in left.items():

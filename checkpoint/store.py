@@ -17,6 +17,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import math
 import os
 import pickle
 import re
@@ -148,11 +149,19 @@ def latest(out_dir: str | Path) -> Path:
 
 def best_folder(out_dir: str | Path) -> Path | None:
     """Lowest validation loss on the newest one's data, if any."""
-    states: dict[Path, Json] = {p: _verified(p, "train_state.json") for p in folders(out_dir)}
-    since = next(reversed(states.values()), {}).get("best_since", 0)
-    losses = {p: s.get("val_loss") for p, s in states.items() if s["step"] > since or not since}
-    evaluated = {p: loss for p, loss in losses.items() if loss is not None}
-    return min(evaluated, key=evaluated.__getitem__, default=None)
+    return next(reversed(_best_folders(out_dir)), None)
+
+
+def _best_folders(out_dir: str | Path) -> list[Path | None]:
+    """The best on each data that was evaluated."""
+    found: dict[int, tuple[float, Path | None]] = {}
+    for folder in folders(out_dir):
+        state: Json = _verified(folder, "train_state.json")
+        since, loss = state.get("best_since", 0), state.get("val_loss")
+        best = found.setdefault(since, (math.inf, None))
+        if loss is not None and loss < best[0]:
+            found[since] = loss, folder
+    return [folder for _, folder in found.values()]
 
 
 def own_checkpoint(init_from: str) -> Path | None:
@@ -374,9 +383,9 @@ def save(out_dir: str | Path, *, weights: Mapping[str, Tensor] | None = None,
         raise FileError(f"could not write {final} ({e}): {still}") from e
     if distributed.main:
         try:
-            best = best_folder(out_dir)
+            best = _best_folders(out_dir)
             for folder in folders(out_dir)[: -max(1, keep)]:
-                if folder != best:  # renamed first: never half of one
+                if folder not in best:  # renamed first: never half of one
                     _remove(folder.rename(folder.with_name(f".{folder.name}.deleted.partial")))
         except (OSError, UserError) as e:  # the run goes on
             log.warning(f"{printable(out_dir)}: older checkpoints were not deleted ({e})")

@@ -109,6 +109,17 @@ REFUSED: dict[str, dict[str, Any]] = {
 }
 
 
+def test_a_head_of_its_own_is_no_tied_one(transformers, tmp_path):
+    sizes = {"n_layer": 1, "n_embd": 32, "n_head": 2, "vocab_size": 64, "n_positions": 32}
+    config = transformers.GPT2Config(**sizes, tie_word_embeddings=False)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    assert not checkpoint.load_hf(str(tmp_path)).config.tied
+    saved = json.loads((path := tmp_path / "config.json").read_text())
+    path.write_text(json.dumps(saved | {"tie_word_embeddings": True}))
+    with pytest.raises(UserError, match="tie_word_embeddings"):
+        checkpoint.load_hf(str(tmp_path))
+
+
 def test_what_gpt_has_not_is_refused(tmp_path):
     """As are indexes with names of no files."""
     for word, changes in REFUSED.items():
