@@ -59,6 +59,7 @@ class Automaton(nn.Module):
         after = self.least[self.transition[state[:, 0]]]  # (B, classes)
         of_token = F.pad(self.token_class, (0, logits.shape[1] - len(self.token_class)))
         forbidden = (after >= state[:, 1:]).index_select(1, of_token)  # (B, V)
+        forbidden |= logits == -math.inf  # by a processor
         return logits.clamp(min=-3e4).masked_fill(forbidden, -math.inf)  # -3e4: float16 holds it
 
     def advance(self, state: Tensor, token: Tensor) -> Tensor:

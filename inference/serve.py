@@ -102,6 +102,8 @@ class Scheduler:
         self.draw = Draw.by(self.options, self.device)._replace(constraint=limit)
         # In the step (docs/GENERATE.md) a processor's numbers are the graph's: one a call.
         self.of_call = object() if self.options.in_step else None
+        if n_pages is not None and self.kv_cache != "paged":
+            raise ValueError(f"n_pages needs kv_cache=paged, got {self.kv_cache}")
         if self.kv_cache == "paged":
             enough = 1 + max(1, sum(pages_for(min(m, self.block_size), page_size) for m in most))
             self.cache = self._pages(enough if n_pages is None else n_pages, page_size)

@@ -199,6 +199,14 @@ def test_constraints_share_a_graph(eager_graphs) -> None:
         assert got == text(model, 8, kv_cache="none", **how) and len(eager_graphs) == 1
 
 
+def test_what_a_processor_bans_is_not_allowed_by_a_constraint() -> None:
+    only = constrain.regex("[ab]{3}", Vocabulary(TOKENS, ENDS))
+    banned = torch.tensor([i for i, token in enumerate(TOKENS) if {*token} <= {*b"ab"}])
+    with pytest.raises(UserError, match="logits_processor"):
+        text(lively(n_layer=1), 8, constraint=only,
+             logits_processor=lambda tokens, logits: logits.index_fill(1, banned, -torch.inf))
+
+
 PROCESSORS: dict[str, Any] = {
     "RepetitionPenalty": [1.8], "NoRepeatNGram": [2], "MinLength": [12, [7, 3]],
     "ForcedEOSToken": [14, 7],

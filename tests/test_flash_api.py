@@ -483,6 +483,16 @@ def test_the_report_names_each_kind_its_kernel_and_what_was_refused() -> None:
     assert "sdpa requested" in lse and "lse" in lse and "traced" in traced
 
 
+def test_padding_at_the_left_of_a_cache_is_read_in_a_trace() -> None:
+    def f(q: Tensor, k: Tensor, v: Tensor, left: Tensor) -> Tensor:
+        return nanoattn.flash_attn_with_kvcache(q, k, v, cache_seqlens=7, cache_leftpad=left)
+
+    compiled, cache = torch.compile(f, backend="eager"), torch.randn(2, 2, 12, 2, D)
+    for left in torch.tensor([[1, 2], [3, 0]], dtype=torch.int32):
+        x = torch.randn(2, 1, 2, D), *cache, left
+        torch.testing.assert_close(compiled(*x), f(*x))
+
+
 def test_a_compiled_function_has_calls_of_several_kinds() -> None:
     """torch.compile makes a symbol of a float's second value."""
     cos, sin = torch.randn(2, 40, 3)

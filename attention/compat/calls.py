@@ -99,18 +99,18 @@ def on_host(t: Tensor, wait: bool = False) -> list[Any] | None:
 
 @not_compiled
 @kept
-def _read(t: Tensor) -> list[int]:
+def read(t: Tensor) -> list[int]:
     return t.tolist()  # waits for the device, once per tensor
 
 
 def lengths_of(name: str, cu_seqlens: Tensor, total: int | None,
                used: Tensor | None = None) -> tuple[list[int], list[int]]:
     """Lengths of sequences, and how many first tokens of each are used."""
-    ends = _read(cu_seqlens)
+    ends = read(cu_seqlens)
     if ends[:1] != [0] or sorted(ends) != ends or total not in (None, ends[-1]):
         wrong(name, f"ascending from 0 to the number of tokens ({total})", ends)
     lengths = [b - a for a, b in pairwise(ends)]
-    found = lengths if used is None else _read(used)
+    found = lengths if used is None else read(used)
     if not all(0 <= n <= length for n, length in zip(found, lengths)):
         wrong(name.replace("cu_seqlens", "seqused"), f"from 0 to the lengths {lengths}", found)
     return lengths, found

@@ -188,7 +188,8 @@ def flash_attn_with_kvcache(
     wait = request.lse or cache_leftpad is not None
     before = size if cache_seqlens is None else cache_seqlens
     lengths: Any = [before] * B if seqlens is None else calls.on_host(seqlens, wait)
-    starts = [0] * B if cache_leftpad is None or symbolic(q) else cache_leftpad.tolist()
+    fake = symbolic(q) and not torch.compiler.is_compiling()
+    starts = [0] * B if cache_leftpad is None or fake else calls.read(cache_leftpad)
     room = size * table.shape[1]
     for n, first in zip(lengths or (), starts):
         if not 0 <= n <= room - n_new:
