@@ -57,16 +57,23 @@ def measure(mode: str, argv: list[str], loaded: Loaded[Any]) -> int:
                 content = qualify.run(bench, loaded.origins, stop, save)
             else:
                 content = rounds.measure(bench, report.MODES[mode].plans(bench), stop, save)
-            content = record.complete(about | content)
-            print(report.terminal(content))
+            content, lost = record.complete(about | content), None
             if folder:
-                record.write(folder, content)
+                try:
+                    record.write(folder, content)
+                except UserError as e:
+                    lost = e
+            print(report.terminal(content))
+            if lost:
+                raise lost
+            if folder:
                 print(f"record: {folder}")
         except Failure as e:
             if e.kind == "stopped":
                 print(f"{e}; nothing was measured", file=sys.stderr)
                 return stop.code or 1
-            given = f" (--memory_gb={config.memory_gb:g})" if config.memory_gb else ""
+            options = {"hf": getattr(config, "hf", None), "memory_gb": config.memory_gb}
+            given = "".join(f" --{name}={value}" for name, value in options.items() if value)
             raise UserError(f"nothing can be measured on {device}{given}: {e}") from None
         finally:
             if folder:

@@ -99,8 +99,6 @@ def fused(q: Tensor, k: Tensor, v: Tensor, spec: Spec, kernel: SDPBackend | None
             grouped = False
     inputs = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D)
     call = *inputs, attn_mask, spec.dropout, is_causal
-    if not (kernels or grouped or spec.scale):  # a context is slower
-        return dense_gradient(F.scaled_dot_product_attention(*call).transpose(1, 2))
     with sdpa_kernel(kernels) if kernels else nullcontext():
         out = F.scaled_dot_product_attention(*call, scale=spec.scale, enable_gqa=grouped)
     return dense_gradient(out.transpose(1, 2))

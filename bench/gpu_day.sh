@@ -97,7 +97,7 @@ qualify() {
 minutes() { $PY -c "print(round($1 * $SCALE / 60, 2))"; }
 
 if [ "${1:-}" = run ]; then
-  trap : TERM  # a command that is stopped writes its record first
+  trap 'exit 143' TERM  # after the command, which writes its record first
   "${@:2}"
   exit
 fi

@@ -85,12 +85,14 @@ def new_folder(records_dir: str | Path, slug: str, machine: Json) -> Path:
     device = "cpu" if machine["kind"] == "cpu" else machine["name"]
     device = re.sub(r"^(NVIDIA|AMD)\s+(GeForce\s+)?", "", device)
     device = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+    with user_errors(f"cannot write a record in {records_dir}: "):
+        Path(records_dir).mkdir(parents=True, exist_ok=True)
     for n in itertools.count(1):
         number = f"-{n}" if n > 1 else ""
         folder = Path(records_dir) / f"{date.today()}_{device}_{slug}{number}"
         # not exists(): another bench may end at the same time
         with user_errors(f"cannot write record {folder}: "), suppress(FileExistsError):
-            folder.mkdir(parents=True)
+            folder.mkdir()
             return folder
     raise AssertionError
 

@@ -102,6 +102,7 @@ def work(part: Json) -> str:
     windows = ", ".join(str(w or "none") for w in dict.fromkeys(m.windows))
     residual = decide_residual(s.get("residual_dtype", "float32"), here["kind"], here["dtype"])
     micro = s.get("gradient_accumulation_steps", 1) if part["mode"] != "decode" else 1
+    names = NAMED if "hf" not in part else ("optimizer",)
     words = {
         part.get("hf", {}).get("name", ""): "hf" in part,
         f"{m.n_layer} layers, {m.n_embd} wide, {heads(m.n_head, m.kv_heads, ' heads')}": True,
@@ -110,11 +111,11 @@ def work(part: Json) -> str:
         here["dtype"]: True,
         "biases": m.bias,
         f"dropout {m.dropout:g}": m.dropout,
-        **{f"{n}={s.get(n)}": n in s and s[n] != getattr(TrainConfig, n) for n in NAMED},
+        **{f"{n}={s.get(n)}": n in s and s[n] != getattr(TrainConfig, n) for n in names},
         "our weights in int8": s.get("weights") == "int8",
         f"{micro} micro-batches": micro > 1,
         "gradient checkpointing": s.get("gradient_checkpointing"),
-        "residual in autocast": residual == "autocast",
+        "residual in autocast": residual == "autocast" and "hf" not in part,
         f"{s.get('steps')} steps": part["mode"] == "converge",
     }
     return ", ".join(word for word, on in words.items() if on)

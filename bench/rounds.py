@@ -19,7 +19,7 @@ from core.settings import UserError
 
 SHOWN = 2  # rounds of a shown row
 TOGETHER = 3
-Save = Callable[[Json], object]
+Save = Callable[[Json], object]  # of the record after every round
 
 
 def begin(mode: str, config: Measured, device: torch.device, stop: Stop) -> Bench:
@@ -57,8 +57,6 @@ def key(row: Row) -> str:
 
 
 class Turns:
-    """`save` receives the record after every round."""
-
     def __init__(self, bench: Bench, stop: Stop, save: Save | None) -> None:
         self.bench, self.stop, self.save = bench, stop, save
         self.began = time.perf_counter()
@@ -91,7 +89,8 @@ class Turns:
                 if any(row["rounds"] for row in group):
                     self.took[new] = time.monotonic() - began
                 self.refer()
-            self.turns(rows, self.target)
+            while waiting := self.waiting(rows, self.target):
+                self.turns(waiting, self.target)
         finally:
             self.drop(*self.workers)
 
