@@ -72,9 +72,9 @@ def measure(mode: str, argv: list[str], loaded: Loaded[Any]) -> int:
             if e.kind == "stopped":
                 print(f"{e}; nothing was measured", file=sys.stderr)
                 return stop.code or 1
-            options = {"hf": getattr(config, "hf", None), "memory_gb": config.memory_gb}
-            given = "".join(f" --{name}={value}" for name, value in options.items() if value)
-            raise UserError(f"nothing can be measured on {device}{given}: {e}") from None
+            options = {name: vars(config).get(name) for name in ("device", "hf", "memory_gb")}
+            given = " ".join(f"--{name}={value}" for name, value in options.items() if value)
+            raise UserError(f"nothing can be measured with {given}: {e}") from None
         finally:
             if folder:
                 with suppress(OSError):  # empty: nothing was measured

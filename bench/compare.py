@@ -153,9 +153,10 @@ def main(argv: list[str]) -> int:
     for folder in {Path(word).resolve(): Path(word) for word in argv}.values():
         settings = checkpoint.load(checkpoint.latest(folder)).settings["train"]
         key = json.dumps({k: v for k, v in settings.items() if k not in SAME})
-        groups.setdefault(key, []).append(found := curve(folder))
-        if (last := found[0, -1]) < (whole := settings["max_iters"]):
-            raise UserError(f"{folder} is evaluated up to step {last:,.0f} of {whole:,}")
+        found, whole = curve(folder), settings["max_iters"]
+        if found[0, -1] < whole:
+            raise UserError(f"{folder} is evaluated up to step {found[0, -1]:,.0f} of {whole:,}")
+        groups.setdefault(key, []).append(found)
     known = [json.loads(key) for key in groups]
     differ = [name for name in known[0] if any(s.get(name) != known[0][name] for s in known)]
     target, lines = 0.0, list[list[str]]()

@@ -66,7 +66,7 @@ class TasksConfig:
         if self.pairs > len(self.keys) or len({*self.keys}) < len(self.keys):
             raise ValueError(f"keys={self.keys}: expected {self.pairs} or more, all different")
         if both := {*self.keys} & {*self.values, *self.separator, *"=+."}:
-            raise ValueError(f"keys={self.keys}: {min(both)!r} is a value, a separator or = + .")
+            raise ValueError(f"keys={self.keys}: {min(both)!r} has another meaning in a task")
         if min(self.distances) < 2 * self.pairs:
             raise ValueError(f"distances below {2 * self.pairs}, the length of {self.pairs} pairs")
 

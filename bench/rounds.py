@@ -41,11 +41,11 @@ def begin(mode: str, config: Measured, device: torch.device, stop: Stop) -> Benc
     here = {"memory_limit": limit}
     bench = Bench(mode, config, device, backends, left_out, vocab_size, found, here)
     about = once(machine.about, Ours(bench), stop)
-    bench, reference = replace(bench, machine=about | here), Json()
+    bench = replace(bench, machine=about | here)
+    counts = mode == "train" and not bench.auto
+    batch = config.batch_size * config.gradient_accumulation_steps if counts else 1
+    reference = once(rivals.reference, Ours(bench, batch_size=batch), stop) if model else {}
     if model:
-        counts = mode == "train" and not bench.auto
-        batch = config.batch_size * config.gradient_accumulation_steps if counts else 1
-        reference = once(rivals.reference, Ours(bench, batch_size=batch), stop)
         found["counted"] = reference.pop("counted")
     if mode == "train" and bench.auto:
         reference = {"why": "each backend has a batch of its own (--batch_size=auto)"}
@@ -100,7 +100,7 @@ class Turns:
     def turns(self, rows: Sequence[Row], rounds: int) -> None:
         for n in range(1, rounds + 1):
             waiting = self.waiting(rows, n)
-            for row in filter(lambda row: self.waiting([row], n), rows):  # without make_room()'s
+            for row in filter(lambda row: self.waiting([row], n), rows):  # lazily: see make_room()
                 if not self.is_warm(row):
                     self.prepare([row])
                 if self.is_warm(row):

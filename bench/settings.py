@@ -110,7 +110,7 @@ class Kernel(Measured):
     windows: tuple[PositiveInt | None, ...] = ()  # keys, or none; none: the model's
     rounds: PositiveInt = 5  # of each backend, interleaved
     seconds: PositiveFloat = 1.0  # five times the length of a round
-    slowest_step: PositiveFloat = 2.0  # s; what shorter calls tell to be longer is skipped
+    slowest_step: PositiveFloat = 2.0  # s; longer calls are skipped, as judged by shorter ones
 
 
 @dataclass(frozen=True)

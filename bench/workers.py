@@ -157,7 +157,7 @@ def once(work: Work, who: Candidate, stop: Stop, call: str = "", request: Any = 
 
 
 def largest(plan: Plan, who: Candidate, stop: Stop, request: Json) -> int:
-    """The largest batch that fits, to an eighth. A process that had no memory stays full."""
+    """The largest batch that fits, to an eighth. A try without memory may break its process."""
     good, bad, worker = 0, plan.most + 1, None
     who = who.but(compile=False)
     with ExitStack() as workers:

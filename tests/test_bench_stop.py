@@ -19,6 +19,7 @@ from conftest import few
 
 from bench.candidates import Bench
 from bench.record import verify
+from core.settings import UserError
 
 KERNELS = [*small("kernel"), "--lengths=8", "--batch_sizes=3"]
 REAL = "if B > 2: "  # not in its proof
@@ -71,10 +72,12 @@ def test_a_process_that_hangs_is_a_row(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_processes_that_do_not_fit_together_are_new_in_each_round(tmp_path: Path) -> None:
+def test_processes_that_do_not_fit_together_are_new_in_each_round(tmp_path, monkeypatch) -> None:
+    """Or have all rounds at once, as on CUDA, where they are compiled."""
     (full := tmp_path / "meminfo").write_text("MemAvailable: 9 kB\n", encoding="utf-8")
     fills = f"import bench.machine; bench.machine.MEMINFO = Path({str(full)!r})"
-    for does, processes in (("pass", 4), (fills, 8)):
+    for does, cuda, processes in (("pass", False, 4), (fills, False, 8), (fills, True, 4)):
+        monkeypatch.setattr(Bench, "cuda", cuda)
         files = ",".join(kernel(tmp_path, name, does) for name in "abcd")
         content = measured(*small("train"), f"--backends={files}", "--memory_gb=1")
         assert all(len(r["rounds"]) == 2 for r in content["rows"])
@@ -85,14 +88,26 @@ def test_processes_that_do_not_fit_together_are_new_in_each_round(tmp_path: Path
 
 @pytest.mark.slow
 def test_what_does_not_fit_beside_others_is_measured_alone(tmp_path, monkeypatch) -> None:
-    """As if on CUDA, where three warm up together: c has memory in its third process."""
+    """As if on CUDA, where three warm up together: c has no memory while another lives."""
     monkeypatch.setattr(Bench, "cuda", True)
     log = f"Path({str(tmp_path / 'log.txt')!r}).read_text().splitlines()"
-    few = f"len({{line for line in {log} if line[0] == 'c'}}) < 3"
-    full = f"if B > 2 and {few}: raise torch.OutOfMemoryError('made up')"
+    others = f"Path('/proc', line[2:]).exists() for line in {log} if line[0] != 'c'"
+    full = f"if B > 2 and any({others}): raise torch.OutOfMemoryError('made up')"
     files = [kernel(tmp_path, name, full if name == "c" else "pass") for name in "abcd"]
-    rows = measured(*small("train"), f"--backends={','.join(files)}", "--compile=False")["rows"]
-    assert [(r["status"], len(r["rounds"])) for r in rows] == [("ok", 2)] * 4
+    for more in (["--compile=False"], []):  # the default has one process for all rounds
+        rows = measured(*small("train"), f"--backends={','.join(files)}", *more)["rows"]
+        assert [(r["status"], len(r["rounds"])) for r in rows] == [("ok", 2)] * 4
+        (tmp_path / "log.txt").unlink()
+
+
+def test_a_folder_that_cannot_be_is_an_error_before_the_first_round(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "nowhere").symlink_to(tmp_path / "none")
+    argv = [*KERNELS, f"--backends={kernel(tmp_path, 'a')}", "--record=x"]
+    for name in ("file", "nowhere"):
+        with pytest.raises(UserError, match=name):
+            run([*argv, f"--records_dir={tmp_path / name}"])
+    assert not (tmp_path / "log.txt").exists()
 
 
 @pytest.mark.slow

@@ -131,6 +131,7 @@ def test_invalid_options_are_named() -> None:
         ({"n_pages": 1}, "n_pages"), ({"n": [4, 4]}, "max_new_tokens"),
         ({"generator": list(islice(seeds(), 2))}, "generator"), ({"n": -1}, "max_new_tokens.* -1"),
         ({"prompts": [[1], [3], []]}, "prompt 2"),
+        ({"n_pages": 9, "kv_cache": "dynamic"}, "n_pages.* dynamic"),
         ({"prompts": iter(prompts), "constraint": [None, ab]}, "constraint"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=words):
