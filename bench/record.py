@@ -194,7 +194,8 @@ def of_row(row: Row, again: Row, part: Json) -> Iterator[str]:
 
 
 def of_kernels(row: Row, cuda: bool) -> Iterator[str]:
-    name, seen, on_device = row["backend"], row["kernels"], row.get("device_kernels") or []
+    seen, on_device = row["kernels"], row.get("device_kernels") or []
+    name, _, _ = row["backend"].partition(" with ")  # --vary
     if name not in KERNELS | ON_GPU:
         if not is_code(name):
             yield f"unknown backend {name!r}"

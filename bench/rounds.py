@@ -137,7 +137,7 @@ class Turns:
         who = plan.candidates[name]
         stop.check(math.inf)  # for signals only
         if not row["rounds"]:
-            longest, spec = plan.longest.get(name), plan.spec(row["point"])
+            longest, spec = plan.longest.get(who.name), plan.spec(row["point"])
             if refused := machine.refusal(who, row["point"], spec, longest):
                 raise Failure(*refused)
             if why := plan.skip(row, [*self.rows.values()]):

@@ -43,7 +43,7 @@ USELESS = {
     "backends": {"attention_backend"},
     "batch_sizes": {"batch_size"},
     "context_parallels": {"context_parallel"},
-    "hf": {"rival", "profile", "weights"}
+    "hf": {"rival", "profile", "vary", "weights"}
     | (MODEL | {"residual_dtype"}) - {"block_size", "batch_size"},
     "paths": {"backends", "residual_dtype"},
     "seeds": {"tolerance"},
@@ -95,6 +95,7 @@ class Train(Rivals, Measured):
 
     uses: ClassVar[set[str]] = TRAINING
     profile: bool = False  # kernels of a step by class, with rooflines
+    vary: tuple[str, ...] = ()  # more rows: residual_dtype=autocast+compile_mode=default,...
     products_tflops: PositiveFloat | None = None  # rate of large matmuls; none: measured
     seconds: PositiveFloat = 1.0  # per round, at least one step
     warm_up_steps: PositiveInt = 2  # steps before the first round
