@@ -40,10 +40,10 @@ def begin(mode: str, config: Measured, device: torch.device, stop: Stop) -> Benc
         raise UserError(f"--memory_gb limits processes on the CPU, got --device={device}")
     here = {"memory_limit": limit}
     bench = Bench(mode, config, device, backends, left_out, vocab_size, found, here)
-    about = once(machine.about, Ours(bench), stop)
-    bench = replace(bench, machine=about | here)
-    counts = mode == "train" and not bench.auto
-    batch = config.batch_size * config.gradient_accumulation_steps if counts else 1
+    if mode in report.MODES and not model:
+        report.MODES[mode].plans(bench)  # mistakes, before the machine is measured
+    bench = replace(bench, machine=once(machine.about, Ours(bench), stop) | here)
+    batch = config.global_batch if mode == "train" and not bench.auto else 1
     reference = once(rivals.reference, Ours(bench, batch_size=batch), stop) if model else {}
     if model:
         found["counted"] = reference.pop("counted")
