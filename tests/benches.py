@@ -46,15 +46,23 @@ def run(argv: list[str]) -> tuple[int, str]:
     return code, out.getvalue()
 
 
+def shown(*argv: str) -> tuple[int, str, dict[str, Any]]:
+    """The exit code, the text, and the JSON below it."""
+    code, out = run([*argv, "--json"])
+    text, _, last = out.rstrip().rpartition("\n")
+    return code, text, json.loads(last)
+
+
 def measured(*argv: str, code: int = 0) -> dict[str, Any]:
-    ended, out = run([*argv, "--json"])
-    assert ended == code, out
-    return json.loads(out.splitlines()[-1])
+    ended, text, content = shown(*argv)
+    assert ended == code, text
+    return content
 
 
-def by_backend(content: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Rows by backend, of files by the stem."""
-    return {Path(r["backend"]).stem: r for r in content["rows"]}
+def by_backend(content: dict[str, Any], size: str = "") -> dict[Any, dict[str, Any]]:
+    """Rows by backend, of files by the stem; size: and by this one of their points."""
+    names = ((Path(r["backend"]).stem, r) for r in content["rows"])
+    return {(name, r["point"][size]) if size else name: r for name, r in names}
 
 
 KERNEL = """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import weakref
@@ -10,11 +9,11 @@ from collections import Counter
 from itertools import product
 from typing import Any
 
-import benches
 import processes
 import pytest
 import torch
 import torch.distributed as dist
+from benches import measured, run, shown
 from checkout import ROOT
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,16 +26,11 @@ from core.optimizer import build_optimizer
 from core.options import TrainConfig
 from core.parallel import DistInfo
 from core.runtime import Setup
-from core.settings import UserError
 from model import GPT, GPTConfig
 
 
-def run(*argv: str) -> tuple[int, str]:
-    return benches.run(["plan", *argv])
-
-
 def rows(*argv: str) -> list[dict[str, Any]]:
-    return json.loads(run(*argv, "--json")[1].splitlines()[-1])["rows"]
+    return measured("plan", *argv)["rows"]
 
 
 # --- what a step holds and sends ---
@@ -199,12 +193,11 @@ def test_a_ring_that_a_server_does_not_hold_uses_the_network(context, crosses) -
 
 
 def test_every_table_says_that_it_is_planned() -> None:
-    code, out = run(*ARGV, "--gpus=1,8,64,512", "--json")
-    *text, last = out.splitlines()
-    content = json.loads(last)
+    code, text, content = shown("plan", *ARGV, "--gpus=1,8,64,512")
     assert code == 0 and content["planned"] and all(row["planned"] for row in content["rows"])
-    heads = [i for i, line in enumerate(text) if set(line) <= set("| -") and line]
-    assert heads and all("planned" in text[i - 1] for i in heads)
+    lines = text.splitlines()
+    heads = [i for i, line in enumerate(lines) if set(line) <= set("| -") and line]
+    assert heads and all("planned" in lines[i - 1] for i in heads)
     ways = [(r["gpus"], r["parallel"], r["context_parallel"]) for r in content["rows"]]
     every = [(n, way, 1) for n in (1, 8, 64, 512) for way in ("ddp", "fsdp", "hybrid")]
     few = (1, "fsdp"), (1, "hybrid"), (8, "hybrid")
@@ -217,11 +210,11 @@ def test_every_table_says_that_it_is_planned() -> None:
     assert all("why" not in r for r in rows(*ARGV, "--gpus=512", "--context_parallels=2"))
     short = rows(*ARGV, "--gpus=8", "--context_parallels=8", "--block_size=7")
     assert all({"8", "7"} <= {*r["why"].split()} for r in short)
-    *lines, last = run(*ARGV, "--gpus=8", "--memory_gb=6.5", "--json")[1].splitlines()
-    ddp, fsdp = json.loads(last)["rows"]
+    _, text, content = shown("plan", *ARGV, "--gpus=8", "--memory_gb=6.5")
+    ddp, fsdp = content["rows"]
     assert -ddp["left_bytes"] == pytest.approx(ddp["memory_bytes"] - 0.95 * 6.5e9)
     assert fsdp["left_bytes"] > 0
-    assert any(f"over by {-ddp['left_bytes'] / 1e9:.3g} |" in line for line in lines)
+    assert f"over by {-ddp['left_bytes'] / 1e9:.3g} |" in text
 
 
 @pytest.mark.parametrize("part, gpus, usual, gb, where, ms", [  # the datasheet, docs/MEASURE.md
@@ -233,33 +226,18 @@ def test_every_table_says_that_it_is_planned() -> None:
 def test_a_part_of_a_name_is_the_usual_gpu_of_it(part, gpus, usual, gb, where, ms) -> None:
     """Below it stands the nearest measured step."""
     links = ("--nvlink_gbs=300", "--network_gbs=25", "--gpus_per_node=64")
-    _, out = run(f"--gpu={part}", *ARGV[1:], f"--gpus={gpus}", *links, "--json")
-    *lines, last = out.splitlines()
+    _, text, content = shown("plan", f"--gpu={part}", *ARGV[1:], f"--gpus={gpus}", *links)
+    lines, row = text.splitlines(), content["rows"][0]
     assert any(repr(part) in line and usual in line for line in lines)
-    row = json.loads(last)["rows"][0]
     assert row["memory_bytes"] + row["left_bytes"] == pytest.approx(0.95 * gb * 1e9)
     (line,) = (line for line in lines if "Others measured" in line)
-    assert where in line and ms in line and out.index("planned: a step, ms") < out.index(line)
-
-
-@pytest.mark.parametrize("argv, named", [
-    ([], "--gpu"), (["--gpu=NVIDIA H800"], "--nvlink_gbs"),  # half of the H100's
-    (["--gpu=RTX 409"], "NVIDIA GeForce RTX 4090"),  # the name that is near
-    (["--gpu=Tesla T4", "--dtype=bfloat16"], "bfloat16 rates"),
-    (["--gpu=NVIDIA H200", "--gpus=12"], "--gpus=12"),
-    (["--gpu=NVIDIA H200", "--context_parallels=3"], "--context_parallels"),
-    (["--gpu=RTX 4090 Laptop GPU"], "Laptop"), (["--gpu=GB200"], "'GB200'"),
-    (["--gpu=titan"], "TITAN V"), (["--gpu=NVIDIA"], "'NVIDIA'"),
-    (["--gpu=NVIDIA H200", "--peak_tflops=measure"], "--peak_tflops")])
-def test_a_mistake_is_named(argv: list[str], named: str) -> None:
-    with pytest.raises(UserError, match=named):
-        run(*argv)
+    assert where in line and ms in line and text.index("planned: a step, ms") < text.index(line)
 
 
 def test_the_page_has_what_its_command_prints() -> None:
     text = (ROOT / "docs" / "PLAN.md").read_text(encoding="utf-8")
     (command,) = re.findall(r"plan (--gpu=.*--gpus=16 --block_size(?:.|\n)*?)```", text)
-    printed = run(*shlex.split(command.replace("\\\n", " ")))[1].replace(" ", "")
+    printed = run(["plan", *shlex.split(command.replace("\\\n", " "))])[1].replace(" ", "")
     tables = re.findall(r"<!-- figure: plan .*\n((?:\|.*\n)+)", text)
     lines = [line.replace(" ", "") for table in tables for line in table.splitlines()[2:]]
     assert len(lines) == 12 and [line for line in lines if line not in printed] == []

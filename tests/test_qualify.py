@@ -30,8 +30,7 @@ def test_all_stages_make_a_record_that_the_board_accepts(tmp_path: Path) -> None
     text = page.read_text(encoding="utf-8")
     assert all(f"## {title}" in text for title in ("Proof", "Training steps", "Generation"))
     assert verify(made) == []
-    for lie in ([], [*made["answers"], "Proof: all is well."]):
-        assert verify(sealed(made | {"answers": lie}))
+    assert verify(sealed(made | {"answers": [*made["answers"], "Proof: all is well."]}))
 
 
 def test_a_signal_ends_it_and_leaves_what_there_is(tmp_path: Path) -> None:
