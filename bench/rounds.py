@@ -58,14 +58,13 @@ def key(row: Row) -> str:
 
 class Turns:
     def __init__(self, bench: Bench, stop: Stop, save: Save | None) -> None:
-        self.bench, self.stop, self.save = bench, stop, save
-        self.began = time.perf_counter()
+        self.bench, self.stop, self.save, self.began = bench, stop, save, time.perf_counter()
         self.rows: dict[str, Row] = {}
         self.ended: set[str] = set()
         self.workers: dict[str, Worker] = {}
         self.free = 0  # bytes of the device, after a round
         self.crowded = False  # sleeping processes do not fit into memory
-        self.took: dict[bool, float] = {}  # seconds of the last group, by: new?
+        self.took: dict[bool, float] = {}  # seconds of the last group but for failures, by: new?
         self.together = False  # several warm up
 
     def run(self, plan: Plan) -> None:
@@ -83,11 +82,11 @@ class Turns:
                 alone = not self.bench.cuda or self.bench.auto or self.crowded
                 few = waiting[: 1 if alone else TOGETHER]
                 group = [*{row["backend"]: row for row in few[::-1]}.values()][::-1]
-                began, new = time.monotonic(), group[0]["backend"] not in self.workers
+                self.since, new = time.monotonic(), group[0]["backend"] not in self.workers
                 self.prepare(group)
                 self.turns(group, first)
                 if any(row["rounds"] for row in group):
-                    self.took[new] = time.monotonic() - began
+                    self.took[new] = time.monotonic() - self.since
                 self.refer()
             while waiting := self.waiting(rows, self.target):
                 self.turns(waiting, self.target)
@@ -114,11 +113,13 @@ class Turns:
         return worker is not None and key(row) in worker.warm
 
     def attempt(self, do: Callable[[Row], None], row: Row) -> bool:
+        began = time.monotonic()
         try:
             if key(row) not in self.ended:
                 do(row)
                 return True
         except Failure as e:
+            self.since += time.monotonic() - began
             self.failed(row, e)
         return False
 

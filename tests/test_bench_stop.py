@@ -65,10 +65,15 @@ def test_a_failure_is_a_row_and_ends_nothing_else(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_process_that_hangs_is_a_row(tmp_path: Path) -> None:
-    hangs = kernel(tmp_path, "hangs", REAL + "time.sleep(1000)")
-    rows = by_backend(measured(*KERNELS, f"--backends=sdpa,{hangs}", "--timeout=15"))
-    assert rows["sdpa"]["status"] == "ok" and "--timeout" in rows["hangs"]["why"][0]
+@pytest.mark.parametrize("limit, cuda", [("--timeout=15", False), ("--minutes=1.5", True)])
+def test_a_process_that_hangs_is_a_row(limit, cuda, tmp_path, monkeypatch) -> None:
+    """On CUDA, where three warm up together, it has a third of the time; others have the rest."""
+    monkeypatch.setattr(Bench, "cuda", cuda)
+    does = {"a": "pass", "hangs": REAL + "time.sleep(1000)", "b": "pass", "c": "pass"}
+    files = ",".join(kernel(tmp_path, name, what) for name, what in does.items())
+    rows = by_backend(measured(*small("train"), f"--backends={files}", "--compile=False", limit))
+    assert "--timeout" in rows.pop("hangs")["why"][0]
+    assert [(row["status"], len(row["rounds"])) for row in rows.values()] == [("ok", 2)] * 3
 
 
 @pytest.mark.slow
@@ -88,15 +93,19 @@ def test_processes_that_do_not_fit_together_are_new_in_each_round(tmp_path, monk
 
 @pytest.mark.slow
 def test_what_does_not_fit_beside_others_is_measured_alone(tmp_path, monkeypatch) -> None:
-    """As if on CUDA, where three warm up together: c has no memory while another lives."""
+    """As if on CUDA, where three warm up together: c has no memory while another lives, from its
+    first or 16th call on, in its last round. With --compile one process has all its rounds."""
     monkeypatch.setattr(Bench, "cuda", True)
     log = f"Path({str(tmp_path / 'log.txt')!r}).read_text().splitlines()"
     others = f"Path('/proc', line[2:]).exists() for line in {log} if line[0] != 'c'"
-    full = f"if B > 2 and any({others}): raise torch.OutOfMemoryError('made up')"
-    files = [kernel(tmp_path, name, full if name == "c" else "pass") for name in "abcd"]
-    for more in (["--compile=False"], []):  # the default has one process for all rounds
-        rows = measured(*small("train"), f"--backends={','.join(files)}", *more)["rows"]
+    for first, compiled in ((1, False), (1, None), (16, False)):
+        late = f"sum(line[0] == 'c' for line in {log}) >= {first}"
+        full = f"if B > 2 and {late} and any({others}): raise torch.OutOfMemoryError('made up')"
+        files = [kernel(tmp_path, name, full if name == "c" else "pass") for name in "abcd"]
+        argv = [f"--backends={','.join(files)}", *["--compile=False"] * (compiled is False)]
+        rows = measured(*small("train"), *argv)["rows"]
         assert [(r["status"], len(r["rounds"])) for r in rows] == [("ok", 2)] * 4
+        assert len({pid for name, pid in calls(tmp_path) if name == "c"}) > 1  # it had none once
         (tmp_path / "log.txt").unlink()
 
 
