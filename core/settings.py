@@ -374,7 +374,3 @@ def _evaluate(node: ast.expr | None, names: Mapping[str, object]) -> Any:
     if sum(sizes) > LARGEST:
         raise ValueError
     return value
-
-
-if sys.argv[:1] == ["-m"]:  # imports the package before its __main__.py
-    process.end_at_once()

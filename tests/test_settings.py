@@ -334,10 +334,11 @@ KILL = "import os, signal\ntry: os.kill(os.getpid(), signal.SIGINT)\nexcept Base
 
 @pytest.mark.parametrize("line", few([
     "train.py", "-m checkpoint export x", "sample.py", "explain.py", "bench_mfu.py",
-    "-m bench.compare x", "-m bench.evaluate"]))
+    "-m bench.compare x", "-m bench.evaluate", "-m data"]))
 def test_an_interrupt_is_not_lost(line: str, tmp_path: Path) -> None:
     """Even if an import would catch it."""
-    (tmp_path / "torch.py").write_text(KILL)
+    for name in ("numpy", "torch"):
+        (tmp_path / f"{name}.py").write_text(KILL)
     done = python(*line.split(), PYTHONPATH=str(tmp_path))
     assert done.returncode in (130, -signal.SIGINT) and "Traceback" not in done.stderr
 
