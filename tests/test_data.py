@@ -93,7 +93,7 @@ def small_tokenizer(folder: Path, kind: str, pattern: str | None = None) -> Path
     return folder
 
 
-def test_a_tokenizer_is_rebuilt_from_its_meta(gpt2: data.GPT2Tokenizer) -> None:
+def test_a_tokenizer_is_rebuilt_from_its_meta(gpt2: data.GPT2Tokenizer, monkeypatch: Any) -> None:
     letters = data.CharTokenizer(sorted({*"hello\n"}))
     assert letters.encode("hole\n") == [2, 4, 3, 1, 0]
     assert gpt2.encode("hello world") == [31373, 995]
@@ -105,6 +105,9 @@ def test_a_tokenizer_is_rebuilt_from_its_meta(gpt2: data.GPT2Tokenizer) -> None:
     for wrong in (lambda: letters.encode("hz"), lambda: data.from_meta({"name": "z"})):
         with pytest.raises(UserError, match="'z'"):
             wrong()
+    monkeypatch.setitem(sys.modules, "tiktoken", None)
+    with pytest.raises(UserError, match="pip install tiktoken"):
+        data.GPT2Tokenizer().encode("a")
 
 
 @pytest.mark.parametrize("kind", ["gpt2", *KINDS])
