@@ -72,7 +72,6 @@ def explain(model: GPT, tokenizer: Tokenizer, config: ExplainConfig, source: str
             raise UserError(f"--{name}: expected 0 to {n - 1}, got {got}")
     prompt = sample.prompts(sample.SampleConfig(start=(config.prompt,)))[0]  # FILE: is read
     parts = [prompt] if config.segments is None else prompt.split(config.segments)
-    # Each begins as a document of the training, and as sample.py's prompts.
     encoded = [[*tokenizer.begin, *part] for part in map(tokenizer.encode, parts) if part]
     ids = [id_ for part in encoded for id_ in part]
     if not ids:

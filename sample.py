@@ -81,7 +81,6 @@ class SampleConfig:
 if __name__ == "__main__":  # --help and mistakes come before torch
     read_early(SampleConfig, sys.argv[1:])
 
-
 import torch
 
 import attention
