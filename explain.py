@@ -15,7 +15,7 @@ from typing import Literal
 
 from pydantic import PositiveInt
 
-from core.settings import UserError, check_fields, exit_on_user_error, read, read_early, user_errors
+from core.settings import Words, check_fields, exit_on_user_error, read, read_early
 
 log = logging.getLogger("nanoattn")
 MOST_TOKENS = 256  # shown
@@ -31,8 +31,8 @@ class ExplainConfig:
     attention_backend: str = "auto"  # as in sample.py
     attention_fallback: bool = True  # False: fail if the backend cannot run here
     window: PositiveInt | None = None  # keys that a query sees; none: the model's
-    prompt: str = "To be, or not to be"  # the text, or FILE:prompt.txt
-    segments: str | None = None  # separator of documents in the prompt
+    prompt: Words = "To be, or not to be"  # the text, or FILE:prompt.txt
+    segments: Words | None = None  # separator of documents in the prompt
     layer: int | None = None  # shown first, and by --text; none: that of the lowest entropy
     head: int | None = None  # of that layer
     html: str | None = None  # none: explain.html in out_dir, or here with --init_from
@@ -43,8 +43,6 @@ class ExplainConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.segments == "":
-            raise ValueError("segments must have at least one character, got ''")
 
 
 if __name__ == "__main__":  # --help and mistakes come before torch
@@ -56,6 +54,7 @@ import checkpoint
 import sample
 from core.files import printable, write_at_once
 from core.runtime import describe, explained, show_log
+from core.settings import UserError, user_errors
 from data.tokenizer import Tokenizer
 from model import GPT
 from viewer.document import Document, maps, tiles, token_of, watched
@@ -73,7 +72,7 @@ def explain(model: GPT, tokenizer: Tokenizer, config: ExplainConfig, source: str
             raise UserError(f"--{name}: expected 0 to {n - 1}, got {got}")
     prompt = sample.prompts(sample.SampleConfig(start=(config.prompt,)))[0]  # FILE: is read
     parts = [prompt] if config.segments is None else prompt.split(config.segments)
-    encoded = [part for part in map(tokenizer.encode, parts) if part]
+    encoded = [[*tokenizer.begin, *part] for part in map(tokenizer.encode, parts) if part]
     ids = [id_ for part in encoded for id_ in part]
     if not ids:
         raise UserError("--prompt: expected at least one token, got 0")

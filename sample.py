@@ -23,7 +23,7 @@ from pydantic import Field, NonNegativeFloat, PositiveInt
 
 from core import process
 from core.options import Dtype
-from core.settings import Size, Texts, check_fields, exit_on_user_error, read, read_early
+from core.settings import Size, Texts, Words, check_fields, exit_on_user_error, read, read_early
 
 log = logging.getLogger("nanoattn")
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -51,7 +51,7 @@ class SampleConfig:
     top_k: PositiveInt | None = 200  # draw from the k likeliest tokens only; none: from all
     top_p: Share | None = None  # then from the fewest whose probabilities sum to p; none: from all
     seed: int = 1337  # of the first text; one more for each further text
-    regex: str | None = None  # each new text matches this regular expression
+    regex: Words | None = None  # each new text matches this regular expression
     stop: Texts = ()  # a text ends before this string, repeatable
     # --- output ---
     stream: bool = False  # print tokens as they come, one text at a time
@@ -80,7 +80,6 @@ class SampleConfig:
 
 if __name__ == "__main__":  # --help and mistakes come before torch
     read_early(SampleConfig, sys.argv[1:])
-
 
 import torch
 

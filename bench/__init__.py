@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-import core.settings  # before torch: makes Ctrl-C one line
+import core.process  # before torch: makes Ctrl-C one line
 
 ROOT = Path(__file__).resolve().parent.parent
 Json = dict[str, Any]  # a JSON object

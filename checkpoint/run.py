@@ -206,6 +206,8 @@ def resumed(loaded: Loaded[TrainConfig]) -> Loaded[TrainConfig]:
     if (kept := before.optimizer) != (wanted := changes.get("optimizer", kept)):
         why = f"{folder} was trained with --optimizer={kept}, whose state {wanted} cannot use"
         raise FileError(f"{why}; for its weights: {command(f'--init_from={settings.out_dir}')}")
+    if 0 < (changes.get("profile_step") or 0) <= saved.step:
+        store.log.warning(f"--profile_step={changes['profile_step']}: {saved.step} steps are done")
     # Another person's checkpoint must not download code, or upload.
     run, refused = Path(settings.out_dir, "wandb_id.txt"), {"attention_hub_kernels"}
     if not run.is_file() or run.is_symlink():

@@ -247,7 +247,7 @@ def load_torch(file: Path | IO[bytes]) -> Any:
     """Load from torch.save(). Raises ValueError for objects that could run code."""
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as e:  # it suggests weights_only=False
+    except (pickle.UnpicklingError, LookupError) as e:  # it suggests weights_only=False; a text
         raise ValueError("damaged, or it has Python objects, which could run code") from e
 
 

@@ -230,7 +230,7 @@ def draw(path: Path, picture: Path) -> None:
     axes.locator_params(axis="x", integer=True)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-    title = printable(path.resolve().parent.name)
+    title = printable(path.resolve().parent.name).replace("$", r"\$")  # not a formula
     axes.set(xlabel="step", ylabel="loss (nats a token)", title=title)
     with replacing(picture) as file:
         figure.savefig(file, dpi=120, format="png")

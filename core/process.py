@@ -145,3 +145,7 @@ def map_ahead(work: Callable[[T], R], tasks: Iterable[T], ahead: int) -> Iterato
         if len(running) >= ahead:
             yield running.popleft().result()
     yield from (future.result() for future in running)
+
+
+if sys.argv[:1] == ["-m"]:  # imports the package before its __main__.py
+    end_at_once()

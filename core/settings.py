@@ -31,6 +31,7 @@ from core import process
 
 T = TypeVar("T")
 Texts = Annotated[tuple[str, ...], "whole"]  # --start="Well, well" is not split at its comma
+Words = Annotated[str, Field(min_length=1)]  # not a path: ~ is no home folder
 Size = Annotated[int, Field(gt=0, lt=2**31)]
 LINE = "command line"
 ALIASES = {"attn_implementation": "attention_backend", "attention_deterministic": "deterministic"}
@@ -373,7 +374,3 @@ def _evaluate(node: ast.expr | None, names: Mapping[str, object]) -> Any:
     if sum(sizes) > LARGEST:
         raise ValueError
     return value
-
-
-if sys.argv[:1] == ["-m"]:  # imports the package before its __main__.py
-    process.end_at_once()

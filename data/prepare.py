@@ -77,8 +77,9 @@ def prepare(config: PrepareConfig) -> None:
             else:
                 found = _write_documents(config, tokenizer, new)
             train, val = found["tokens"].values()
+            counts = f"{train:,} training and {val:,} validation tokens"
             if min(train, val) < 2:
-                raise FileError(f"{config.source or dataset} is too short ({train + val} tokens)")
+                raise FileError(f"{config.source or dataset} is too short ({counts})")
             V = tokenizer.vocab_size
             meta = made_from | {"tokenizer": tokenizer.to_meta(), "vocab_size": V}
             # Until the end it describes no tokens.
@@ -94,8 +95,7 @@ def prepare(config: PrepareConfig) -> None:
             shutil.rmtree(new, ignore_errors=True)
     n = found.get("files") or sum(map(len, found.get("shards", {}).values()))
     read = f"{n:,} file{'s' * (n > 1)}, " if n else ""
-    counts = f"{read}{train:,} training and {val:,} validation tokens"
-    print(f"{named}: {counts}, {V:,} in vocabulary ({tokenizer.name})")
+    print(f"{named}: {read}{counts}, {V:,} in vocabulary ({tokenizer.name})")
 
 
 def _made_from(config: PrepareConfig, dataset: str) -> tuple[Json, Tokenizer]:

@@ -14,7 +14,7 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import IO, Any
 from urllib.request import urlopen
@@ -71,11 +71,12 @@ def source_files(source: str) -> list[Path]:
 
 
 def documents(config: Any, files: list[Path]) -> Iterator[Iterable[str]]:
-    """Yield each document's parts; add the files read to `files`. config: PrepareConfig."""
+    """Yield the parts of each document with text; add the files read to `files`. config:
+    PrepareConfig."""
     dataset, source = config.dataset, config.source
     shakespeare = dataset.startswith("shakespeare")
     if dataset in HUB:
-        yield from ((text,) for text in _web_texts(*HUB[dataset], config.text_key))
+        yield from ((text,) for text in filter(None, _web_texts(*HUB[dataset], config.text_key)))
     elif shakespeare and source in (None, "tinyshakespeare"):
         yield (tiny_shakespeare() if source else plays(),)
     elif source is None:
@@ -91,10 +92,10 @@ def documents(config: Any, files: list[Path]) -> Iterator[Iterable[str]]:
             if ending not in ENDINGS:
                 raise FileError(f"{path}: expected {WANTED}")
             files.append(path)
-            if ending == ".txt":
-                yield _text_parts(path)
-            else:
+            if ending != ".txt":
                 yield from ((text,) for text in filter(None, _json_texts(path, config.text_key)))
+            elif first := next(parts := filter(None, _text_parts(path)), None):
+                yield chain([first], parts)
 
 
 def _read(path: Path, read: Callable[[IO[str]], str]) -> Iterator[str]:
@@ -165,14 +166,12 @@ def _web_texts(name: str, configuration: str | None, key: str) -> Iterator[str]:
 
 
 def pieces(documents: Iterable[Iterable[str]]) -> Iterator[list[tuple[int, str, int, int]]]:
-    """Yield about PIECE characters together: a document's number, text, and the part to tokenize;
-    documents without text are left out."""
+    """Yield about PIECE characters together: a document's number, text and part to tokenize."""
     batch: list[tuple[int, str, int, int]] = []
-    size, number = 0, -1
-    for document in documents:
-        parts = filter(None, document)
+    size = 0
+    for number, document in enumerate(documents):
+        parts = iter(document)
         before, part = "", next(parts, "")
-        number += bool(part)
         while part:
             after = next(parts, "")
             stop = len(before) + len(part)

@@ -120,8 +120,10 @@ class GPT2Tokenizer(Tokenizer):
 
     @cached_property
     def bpe(self) -> Any:
-        import tiktoken
-
+        try:
+            import tiktoken
+        except ImportError as e:
+            raise FileError(f"GPT-2's tokens need: pip install tiktoken ({e})") from e
         ids = _gpt2_files()[0]
         special = {USUAL_ENDS[0]: ids.pop(USUAL_ENDS[0])}
         ranks = {bytes(BYTE[c] for c in name): i for name, i in ids.items()}

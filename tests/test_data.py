@@ -93,7 +93,7 @@ def small_tokenizer(folder: Path, kind: str, pattern: str | None = None) -> Path
     return folder
 
 
-def test_a_tokenizer_is_rebuilt_from_its_meta(gpt2: data.GPT2Tokenizer) -> None:
+def test_a_tokenizer_is_rebuilt_from_its_meta(gpt2: data.GPT2Tokenizer, monkeypatch: Any) -> None:
     letters = data.CharTokenizer(sorted({*"hello\n"}))
     assert letters.encode("hole\n") == [2, 4, 3, 1, 0]
     assert gpt2.encode("hello world") == [31373, 995]
@@ -105,6 +105,9 @@ def test_a_tokenizer_is_rebuilt_from_its_meta(gpt2: data.GPT2Tokenizer) -> None:
     for wrong in (lambda: letters.encode("hz"), lambda: data.from_meta({"name": "z"})):
         with pytest.raises(UserError, match="'z'"):
             wrong()
+    monkeypatch.setitem(sys.modules, "tiktoken", None)
+    with pytest.raises(UserError, match="pip install tiktoken"):
+        data.GPT2Tokenizer().encode("a")
 
 
 @pytest.mark.parametrize("kind", ["gpt2", *KINDS])
@@ -272,18 +275,16 @@ def test_every_document_is_kept_whole(
         tokenizer = str(small_tokenizer(folder / "t", kind))
         made, begin, eot = data.FileTokenizer.read(folder / "t"), [0], 1
     if files:
-        found = [d.replace("\ud83d", "?").replace("\0", "") for d in documents if d]
+        found = [(d or "").replace("\ud83d", "?").replace("\0", "") for d in documents]
         for i, d in enumerate(found):
             (source / f"{i:03}.txt").write_bytes(b"\xef\xbb\xbf" * (i % 2) + d.encode())
-        many = len(found) > 1
         found = [d if i % 2 else d.removeprefix("\ufeff") for i, d in enumerate(found)]
         found = [d.replace("\r\n", "\n").replace("\r", "\n") for d in found if d]
     else:
         lines = "".join(json.dumps({"text": d}) + "\n\n" for d in documents)
         (source / "a.JSONL").write_text(lines, encoding="utf-8")
         found = [d.replace("\ud83d", "\ufffd").replace("\r\n", "\n") for d in documents if d]
-        many = len(found) > 1
-    begin = begin if many else []  # before a single text it would hardly be seen
+    begin = begin if len(found) > 1 else []  # before a single text it would hardly be seen
     splits: dict[str, list[int]] = {"train": [], "val": []}
     for i, d in enumerate(found):
         split = "val" if int((i + 1) * fraction) > int(i * fraction) else "train"

@@ -159,8 +159,11 @@ def test_an_output_that_is_off_does_not_agree() -> None:
 def test_tokens_as_they_are_written() -> None:
     for piece, text, label in [(b" the", " the", "␣the"), ("é".encode(), "é", "é"),
                                (b"\xe2\x80", "<E2 80>", "<E2␣80>"), (b"\r\n\t", "\r\n\t", "␍⏎⇥"),
-                               (b"", "<end of text>", "<end␣of␣text>"), (b"<b>", "<b>", "<b>")]:
+                               (b"", "<special>", "<special>"), (b"<b>", "<b>", "<b>")]:
         assert token_of(0, [piece]) == {"id": 0, "text": text, "label": label}
+    (begins := deepcopy(TOKENIZER)).begin = [7]  # as <bos>
+    about = explain.explain(tiny(), begins, ExplainConfig(prompt="a|b", segments="|"), "")["about"]
+    assert [t["id"] for t in about["tokens"]][::2] == [7, 7] and about["segments"] == [0, 0, 1, 1]
 
 
 def test_what_is_refused_or_left_out_is_shown() -> None:

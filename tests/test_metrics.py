@@ -80,11 +80,11 @@ def test_a_file_of_somebody_else_is_refused_and_not_changed(tmp_path):
 @pytest.mark.parametrize("rows", [{"loss"}, {"val_loss"}, {"loss", "val_loss"}, {}])
 def test_the_picture(rows, tmp_path, caplog, monkeypatch):
     """PNG specification, 11.2.2. A failing one is a warning."""
-    m = Metrics(tmp_path, 0)
+    m = Metrics(tmp_path / "$5 and $x^", 0)  # no formula
     for i in range(1, 99, 7):
         m.log(iter=i, **{key: 4 / i**0.2 for key in rows})
     m.close()
-    png = (tmp_path / "loss.png").read_bytes()
+    png = m.path.with_name("loss.png").read_bytes()
     assert png.startswith(b"\x89PNG\r\n\x1a\n") and png[12:16] == b"IHDR"
     assert png.rstrip().endswith(b"IEND\xaeB`\x82")
     assert struct.unpack(">II", png[16:24]) == (960, 540) and not caplog.records

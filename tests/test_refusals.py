@@ -24,7 +24,7 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
     room = make_data(tmp_path_factory.mktemp("room"))
     assert run(room, room / "run", max_iters=2, eval_interval=1).code == 0
     nanogpt_file(room / "ckpt.pt", GPT(GPTConfig(16, 41, 1, 2, 16, bias=False)))
-    (room / "file").write_text("no folder")
+    (room / "file").write_text("hello")
     (room / "hard").hardlink_to(room / "file")
     for link, target in (("link", "nothing"), ("soft", "file")):
         (room / link).symlink_to(room / target)
@@ -53,7 +53,7 @@ REFUSED: dict[str, dict[str, str]] = {  # how command lines begin and end, words
         "--vocab_size=99": "vocab_size= 99", "--block_size=8": "block_size=16 8 step-00000002"},
     "sample": {
         "--out_dir=nowhere": "nowhere", "--init_from=no/such": "no/such",
-        "--init_from=ckpt.pt": "--dataset 41",
+        "--init_from=ckpt.pt": "--dataset 41", "--init_from=file": "file damaged",
         "--init_from=ckpt.pt --dataset=./gone": "gone/meta.json"},
     "sample --out_dir=run": {
         "--stop": "--stop", "--no-compile": "'--compile'", "--temperature=-1": "temperature",

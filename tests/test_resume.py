@@ -198,11 +198,11 @@ def test_another_batch_size_goes_on_after_the_last_sequence(data_dir, tmp_path):
     assert state(tmp_path / "out")["sequences_seen"] == 48
 
 
-def test_a_knob_that_is_given_anew_is_taken(out):
+def test_a_knob_that_is_given_anew_is_taken(out, caplog):
     r = resume(out, "--max_iters=11", "--weight_decay=0.5", "--beta1=0.7", "--beta2=0.8",
                "--learning_rate=1e-5", "--decay_lr=False", "--dropout=0.25",
-               "--attention_backend=manual", "--attention_window=8")
-    assert r.code == 0
+               "--attention_backend=manual", "--attention_window=8", "--profile_step=10")
+    assert r.code == 0 and "10 steps are done" in caplog.text
     saved = checkpoint.load(checkpoint.latest(out))
     model, groups = saved.config(), saved.rest()["optimizer"]["param_groups"]
     assert (model.dropout, model.attention_backend, model.attention_window) == (0.25, "manual", 8)

@@ -27,7 +27,7 @@ from pydantic import Field, PositiveInt
 from bench.settings import MODES
 from core.options import TrainConfig
 from core.process import wait_passively
-from core.settings import Texts, UserError, check_fields, exit_on_user_error, from_dict, read
+from core.settings import Texts, UserError, Words, check_fields, exit_on_user_error, from_dict, read
 from data.prepare import PrepareConfig
 from explain import ExplainConfig
 from sample import SampleConfig
@@ -44,6 +44,7 @@ class Config:
     compile: bool | None = None  # torch.compile
     stream: bool = False  # print tokens as they come
     name: str = "gpt"  # of the run
+    regex: Words = "a"  # no path
     lengths: tuple[PositiveInt | None, ...] = ()  # tokens
     start: Texts = ()  # prompts
     attention_backend: str = "auto"  # a name
@@ -150,6 +151,7 @@ def test_every_default_of_every_command_may_be_given(cls: type, tmp_path: Path) 
 def test_other_spellings(tmp_path: Path, words: str, expected: dict[str, Any]) -> None:
     file = config_file(tmp_path, "n_layer = 7\n")
     assert read(Config, words.replace("c.py", file).split()).settings == Config(**expected)
+    assert read(Config, ["--regex=~/a"]).settings.regex == "~/a"
     assert read(Config, ["x y"], positional="name").settings.name == "x y"
     assert read(Config, ["a", "b"], positional="start").settings.start == ("a", "b")
     with pytest.raises(UserError, match="name"):
@@ -332,10 +334,11 @@ KILL = "import os, signal\ntry: os.kill(os.getpid(), signal.SIGINT)\nexcept Base
 
 @pytest.mark.parametrize("line", few([
     "train.py", "-m checkpoint export x", "sample.py", "explain.py", "bench_mfu.py",
-    "-m bench.compare x", "-m bench.evaluate"]))
+    "-m bench.compare x", "-m bench.evaluate", "-m data"]))
 def test_an_interrupt_is_not_lost(line: str, tmp_path: Path) -> None:
     """Even if an import would catch it."""
-    (tmp_path / "torch.py").write_text(KILL)
+    for name in ("numpy", "torch"):
+        (tmp_path / f"{name}.py").write_text(KILL)
     done = python(*line.split(), PYTHONPATH=str(tmp_path))
     assert done.returncode in (130, -signal.SIGINT) and "Traceback" not in done.stderr
 

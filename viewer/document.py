@@ -35,7 +35,7 @@ def token_of(id_: int, pieces: list[bytes]) -> Json:
     """`pieces`: the bytes of each id."""
     piece = pieces[id_]
     try:
-        text = piece.decode() if piece else "<end of text>"
+        text = piece.decode() if piece else "<special>"
     except UnicodeDecodeError:  # part of a character
         text = f"<{piece.hex(' ').upper()}>"
     return {
