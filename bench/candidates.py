@@ -90,7 +90,9 @@ class Candidate:
     def __init__(self, bench: Bench, name: str = "", what: str = "", **changes: Any) -> None:
         """name: the row's; what: a path or name for its kind; changes: of the options."""
         self.bench, self.name, self.what, self.changes = bench, name, what, changes
-        fixed = {"attention_fallback": False, "batch_size": 1}
+        fixed: Json = {"attention_fallback": False, "batch_size": 1, "profile_step": None}
+        if changes.get("optimizer") == "adamw":
+            fixed["muon_rates"] = TrainConfig.muon_rates
         self.config = bench.config.to(TrainConfig, **fixed | changes)
         self.device = bench.device
 

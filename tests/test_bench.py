@@ -165,7 +165,7 @@ def test_training_paths_beside_a_plain_one_with_seeds(tmp_path):
 def test_decode_has_rows_for_the_rivals_where_they_have_such_a_cache(tmp_path):
     """A run's config file with Muon says nothing of its generation."""
     pytest.importorskip("transformers")
-    (config := tmp_path / "muon.py").write_text("optimizer = 'muon'\n", "utf-8")
+    (config := tmp_path / "muon.py").write_text("optimizer = 'muon'\nmuon_rates = 1, 2", "utf-8")
     content = measured("decode", str(config), *small("decode")[1:], "--backends=sdpa",
                        "--batch_sizes=2", "--prompts=5",
                        "--kv_caches=none,static", "--new_tokens=3", "--rival=hf", rival(tmp_path))
