@@ -1,7 +1,7 @@
 """The mode decode: generated tokens, timed by the host.
 
-Greedy. MBU, model bandwidth utilization: a token reads all weights but position embeddings (int8:
-a byte each), and in each layer the cached keys that it sees of a mean text:
+Greedy. MBU, model bandwidth utilization: a token reads all weights but embeddings that are only
+looked up (int8: a byte each), and in each layer the cached keys that it sees of a mean text:
 
     MBU = (weights + B * keys * 2 * L * Hkv * D * bytes) * tokens/s per sequence / bandwidth
 """

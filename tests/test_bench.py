@@ -36,7 +36,7 @@ def test_a_kernel_that_is_wrong_in_long_texts_is_off_by_its_error(tmp_path):
 
 
 @pytest.mark.parametrize("more, size, of_products, keys", few([
-    (["--weights=int8", "--kv_caches=none"], 4, 1, 0), (["--dtype=bfloat16"], 2, 2, 7),
+    (["--weights=int8", "--kv_caches=none"], 4, 1, 0), (["--dtype=bfloat16", "--tied=0"], 2, 2, 7),
     (["--constraint=tensor,python"], 4, 4, 7), (["--attention_window=3,none"], 4, 4, (3 + 7) / 2)]))
 def test_decode_reads_weights_of_their_size_and_the_keys_that_are_seen(
     more, size, of_products, keys
