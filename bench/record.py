@@ -188,14 +188,14 @@ def of_row(row: Row, again: Row, part: Json) -> Iterator[str]:
     if row.get("verdict") == "FAIL":
         yield f"it did not converge: its final loss is {row['difference']:+.2%} off"
     if not paths:
-        yield from of_kernels(row, part["machine"]["kind"] == "cuda")
+        name, _ = tables.named(row, settings)
+        yield from of_kernels(name, row, part["machine"]["kind"] == "cuda")
         if not rival and not old:
             yield from of_proof(row, row.get("dtype", own["dtype"]))
 
 
-def of_kernels(row: Row, cuda: bool) -> Iterator[str]:
+def of_kernels(name: str, row: Row, cuda: bool) -> Iterator[str]:
     seen, on_device = row["kernels"], row.get("device_kernels") or []
-    name, _, _ = row["backend"].partition(" with ")  # --vary
     if name not in KERNELS | ON_GPU:
         if not is_code(name):
             yield f"unknown backend {name!r}"

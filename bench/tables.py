@@ -62,6 +62,13 @@ def sizes(row: Row, settings: Json) -> Json:
     return {**known, "B": row.get("batch_size", known["B"]) * micro}
 
 
+def named(row: Row, settings: Json) -> tuple[str, str]:
+    """Its backend, and its word of --vary or ""."""
+    name = row["backend"]
+    word = next((w for w in settings.get("vary", ()) if name.endswith(f" with {w}")), "")
+    return name.removesuffix(f" with {word}"), word
+
+
 # --- formats ---
 
 percent = "{:.1%}".format
