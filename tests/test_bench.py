@@ -287,6 +287,7 @@ def test_a_config_file_of_a_run_may_have_more(tmp_path):
         ("kernel", "document_mask = True", r"--document_mask: .*c\.py:1"),
         ("kernel", "init_from = 'gpt2'", r"--init_from: .*c\.py:1"),
         ("train", "hf = 'x'\nprofile = True", "--profile"),
+        ("train", "hf = 'x'\nvary = ['onednn=True']", "--vary"),
         ("decode", "hf = 'x'\nweights = 'int8'", "--weights"),
     ):
         path.write_text(text, "utf-8")
@@ -309,6 +310,7 @@ def test_a_config_file_of_a_run_may_have_more(tmp_path):
     (["kernel", "--windows=8", "--attention_window=4"], "--attention_window"),
     (["--backends=sdpa", "--attention_backend=manual"], "--attention_backend"),
     (["--n_layer=2", "--hf=x"], "--n_layer"), (["--compile_mode=max-autotune"], "--compile_mode"),
+    (["--vary=help"], "--vary=help"), (["--vary=compile_mode=default"], "--compile"),
     (["qualify", "--stages=3", "--rival=hf"], "--stages"),
     (["--hf=BROKEN"], "--hf"), (["--hf=/none/such"], "--hf"), (["kernel", "--hf=x"], "--hf"),
     (["--rival=hf", "--hf=BROKEN"], "--hf"), (["--profile", "--hf=BROKEN"], "--hf"),
