@@ -138,9 +138,11 @@ def test_a_training_that_ends_elsewhere_fails(tmp_path):
 
 
 @pytest.mark.slow
-def test_training_paths_beside_a_plain_one_with_seeds(tmp_path):
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_training_paths_beside_a_plain_one_with_seeds(optimizer, tmp_path):
     code, table, content = converging(tmp_path, "--paths=float32,bfloat16,bfloat16-residual",
-                                      "--seeds=2", "--gradient_accumulation_steps=2")
+                                      "--seeds=2", "--gradient_accumulation_steps=2",
+                                      f"--optimizer={optimizer}")
     base, exact, other, half = (row["losses"] for row in table.values())
     # float32 differs by the order of sums alone, bfloat16 by its rounding: both really ran
     assert exact == pytest.approx(base, abs=2e-4) and base[-1] < base[0] - 0.1
