@@ -37,6 +37,7 @@ ON_GPU = {  # of kernels without an operator
     "flex": "flex", "flex_flash": "flash", "hf_flash_attention_2": FLASH,
     "flash_attn_2": FLASH, "flash_attn_3": FLASH, "flash_attn_4": FLASH,
 }  # fmt: skip
+OWN = rf"(?!{ANY}$).*"  # their operators
 FUSED = re.compile(r"flash|fmha|cudnn.*sdpa", re.I)
 RIVALS = {"nanogpt", "hf_eager", "hf_sdpa", "hf_flash_attention_2"}
 STATUSES = ("ok", "unavailable", "failed", "skipped", "stopped")
@@ -200,7 +201,7 @@ def of_kernels(name: str, row: Row, cuda: bool) -> Iterator[str]:
         if not is_code(name):
             yield f"unknown backend {name!r}"
         return
-    usual, device = KERNELS.get(name, ""), ON_GPU.get(name)
+    usual, device = KERNELS.get(name, OWN), ON_GPU.get(name)
     wrong = [kernel for kernel in seen if not re.fullmatch(usual, kernel)]
     lacks = not seen and not re.fullmatch(usual, "")
     if device and cuda and row["mode"] in ("train", "kernel"):
