@@ -201,10 +201,9 @@ def shown(kind: type[Any]) -> set[str]:
 
 def varied(word: str) -> Json:
     """The options of a word of --vary."""
-    options = word.split("+")
-    if {o.partition("=")[0].replace("-", "_") for o in options} - {*VARIED}:
+    if {o.partition("=")[0].replace("-", "_") for o in word.split("+")} - {*VARIED}:
         raise UserError(f"--vary={word}: expected {', '.join(VARIED)}, perhaps joined by +")
-    return gather(TrainConfig, [f"--{option}" for option in options]).settings
+    return gather(TrainConfig, [f"--{option}" for option in word.split("+")]).settings
 
 
 def load_config(argv: list[str], mode: str | None = None) -> Loaded[Any]:

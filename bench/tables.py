@@ -64,9 +64,8 @@ def sizes(row: Row, settings: Json) -> Json:
 
 def named(row: Row, settings: Json) -> tuple[str, str]:
     """Its backend, and its word of --vary or ""."""
-    name = row["backend"]
-    word = next((w for w in settings.get("vary", ()) if name.endswith(f" with {w}")), "")
-    return name.removesuffix(f" with {word}"), word
+    name, _, word = row["backend"].rpartition(" with ")
+    return (name, word) if word in settings.get("vary", ()) else (row["backend"], "")
 
 
 # --- formats ---

@@ -27,8 +27,7 @@ def plans(bench: Bench) -> list[Plan]:
     whole = Ours(bench, batch_size=batch * config.gradient_accumulation_steps)
     who = rivals.candidates(bench, batch_size=batch)
     ours = [(name, one) for name, one in who.items() if isinstance(one, Ours)]
-    for word in config.vary:
-        who |= {f"{name} with {word}": one.but(**varied(word)) for name, one in ours}
+    who |= {f"{n} with {word}": one.but(**varied(word)) for word in config.vary for n, one in ours}
     return [Plan(Training, who, config.rounds, reference=None if bench.auto else whole, **how)]
 
 
