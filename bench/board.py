@@ -112,11 +112,13 @@ def work(row: Row, part: Json) -> dict[str, str]:
         "sequences": str(sizes["B"]),
         "cache": tables.cache(row) if mode == "decode" else "-",
         "compiled": ("yes" if compiled else "no") if mode in ("train", "decode") else "-",
+        "with": tables.named(row, part["settings"])[1] or "-",
     }
 
 
 def figures(row: Row, part: Json) -> dict[str, str]:
-    made = {"kernel": f"{row['backend']}: {tables.kernel_names(row)}".removesuffix(" (CPU)")}
+    name, _ = tables.named(row, part["settings"])
+    made = {"kernel": f"{name}: {tables.kernel_names(row)}".removesuffix(" (CPU)")}
     for title in report.MODES[row["mode"]].board.split(", "):
         made[title] = tables.cell(title, row).replace(" to ", "-").replace("noisy", "~")
     source = re.split("[: ]", part["machine"]["peak_source"])[0]

@@ -18,7 +18,7 @@ from attention import Resolution
 from bench import Json
 from bench.parts import model_of
 from core.cpu import int8
-from core.flops import Sizes
+from core.flops import Sizes, n_params
 from core.optimizer import build_optimizer
 from core.options import TrainConfig
 from core.runtime import Setup, dtype_name
@@ -90,7 +90,9 @@ class Candidate:
     def __init__(self, bench: Bench, name: str = "", what: str = "", **changes: Any) -> None:
         """name: the row's; what: a path or name for its kind; changes: of the options."""
         self.bench, self.name, self.what, self.changes = bench, name, what, changes
-        fixed = {"attention_fallback": False, "batch_size": 1}
+        fixed: Json = {"attention_fallback": False, "batch_size": 1, "profile_step": None}
+        if changes.get("optimizer") == "adamw":
+            fixed["muon_rates"] = TrainConfig.muon_rates
         self.config = bench.config.to(TrainConfig, **fixed | changes)
         self.device = bench.device
 
@@ -185,6 +187,10 @@ class Ours(Candidate):
 
     def make_optimizer(self) -> torch.optim.AdamW:
         return build_optimizer(self.model, self.config, self.device)
+
+    @property
+    def parameters(self) -> int:
+        return n_params(self.model.config)  # also of int8's head, which is no parameter
 
     def chosen(self, cache: str | None = None) -> list[Resolution]:
         if cache is None:

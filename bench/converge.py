@@ -121,10 +121,12 @@ MODE = tables.Mode(
 
 
 class Plain(Candidate):
-    """Our model with PyTorch's own loss and optimizer."""
+    """Our model with PyTorch's own loss and AdamW."""
 
     def make_optimizer(self) -> torch.optim.AdamW:
         ours = build_optimizer(self.model, self.config, self.device)
+        if self.config.optimizer == "muon":  # PyTorch's has other rates
+            return ours
         groups = [{k: g[k] for k in ("params", "weight_decay")} for g in ours.param_groups]
         betas = (self.config.beta1, self.config.beta2)
         return torch.optim.AdamW(groups, betas=betas, foreach=False, fused=False)

@@ -1,7 +1,7 @@
 """The mode decode: generated tokens, timed by the host.
 
-Greedy. MBU, model bandwidth utilization: a token reads all weights but position embeddings (int8:
-a byte each), and in each layer the cached keys that it sees of a mean text:
+Greedy. MBU, model bandwidth utilization: a token reads all weights but embeddings that are only
+looked up (int8: a byte each), and in each layer the cached keys that it sees of a mean text:
 
     MBU = (weights + B * keys * 2 * L * Hkv * D * bytes) * tokens/s per sequence / bandwidth
 """
@@ -66,9 +66,8 @@ def figures(row: Row, part: Json) -> Json:
     found: Json = {"tokens_per_s": B / s, "mbu": bytes_read / s / m["bandwidth"]}
     found["cache_bytes"] = max(r["cache_bytes"] for r in row["rounds"])
     if found["mbu"] > 1:
-        rate = m["bandwidth"] / 1e9
-        why = f"above the memory's {rate:,.4g} GB/s: from a cache, or measured too low"
-        found |= {"mbu": None, "mbu_why": why}
+        rate = f"{m['bandwidth'] / 1e9:,.4g} GB/s: from a cache, or measured too low"
+        found |= {"mbu": None, "mbu_why": f"above the memory's {rate}"}
     return found
 
 

@@ -33,7 +33,7 @@ KERNELS = {  # names in attention/proof.py's KERNELS
     "triton": r"flash \(our Triton\)", "paged": rf"(paged decode \(Triton\)|{ANY})?",
 }  # fmt: skip
 FLASH = r"^(?!.*pytorch_).*flash"  # not PyTorch's own FlashAttention-2
-ON_GPU = {  # of kernels without an operator
+ON_GPU = {  # of kernels without an operator of PyTorch's
     "flex": "flex", "flex_flash": "flash", "hf_flash_attention_2": FLASH,
     "flash_attn_2": FLASH, "flash_attn_3": FLASH, "flash_attn_4": FLASH,
 }  # fmt: skip
@@ -188,22 +188,22 @@ def of_row(row: Row, again: Row, part: Json) -> Iterator[str]:
     if row.get("verdict") == "FAIL":
         yield f"it did not converge: its final loss is {row['difference']:+.2%} off"
     if not paths:
-        yield from of_kernels(row, part["machine"]["kind"] == "cuda")
+        yield from of_kernels(row, part)
         if not rival and not old:
             yield from of_proof(row, row.get("dtype", own["dtype"]))
 
 
-def of_kernels(row: Row, cuda: bool) -> Iterator[str]:
+def of_kernels(row: Row, part: Json) -> Iterator[str]:
+    name, _ = tables.named(row, part["settings"])
     seen, on_device = row["kernels"], row.get("device_kernels") or []
-    name, _, _ = row["backend"].partition(" with ")  # --vary
     if name not in KERNELS | ON_GPU:
         if not is_code(name):
             yield f"unknown backend {name!r}"
         return
-    usual, device = KERNELS.get(name, ""), ON_GPU.get(name)
+    usual, device = KERNELS.get(name, rf"(?!{ANY}$).*"), ON_GPU.get(name)
     wrong = [kernel for kernel in seen if not re.fullmatch(usual, kernel)]
     lacks = not seen and not re.fullmatch(usual, "")
-    if device and cuda and row["mode"] in ("train", "kernel"):
+    if device and part["machine"]["kind"] == "cuda" and row["mode"] in ("train", "kernel"):
         lacks = not any(re.search(device, kernel, re.I) for kernel in on_device)
     elif not (usual or device):
         wrong += [kernel for kernel in on_device if FUSED.search(kernel)]

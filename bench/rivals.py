@@ -116,8 +116,6 @@ class HuggingFace(Candidate):
 
     @property
     def parameters(self) -> int:
-        if not self.bench.hf:
-            return super().parameters
         # Embeddings that are only looked up do not count.
         looked_up = {m.weight for m in self.model.modules() if isinstance(m, torch.nn.Embedding)}
         looked_up -= {getattr(self.model.get_output_embeddings(), "weight", None)}

@@ -36,6 +36,8 @@ TRAINING = KERNEL | MODEL | STEP | {
 RATES = {"learning_rate", "min_lr", "decay_lr", "muon_rates"}
 # A config file may be of a run: its options without effect are no error there, but these are.
 CHANGING = {"document_mask", "context_parallel", "init_from"}
+# Options of --vary: the loss and its FLOPs stay the same.
+VARIED = ("residual_dtype", "gradient_checkpointing", "optimizer", "onednn", "compile_mode")
 # Options without effect: without another one, and with another one.
 NEEDS = {"bandwidth_gbs": "profile", "products_tflops": "profile"}
 NEEDS |= {"records_dir": "record", "compile_mode": "compile"}
@@ -197,6 +199,13 @@ def shown(kind: type[Any]) -> set[str]:
     return {f.name for f in fields(kind)} - {f.name for f in fields(TrainConfig)} | kind.uses
 
 
+def varied(word: str) -> Json:
+    """The options of a word of --vary."""
+    if {o.partition("=")[0].replace("-", "_") for o in word.split("+")} - {*VARIED}:
+        raise UserError(f"--vary={word}: expected {', '.join(VARIED)}, perhaps joined by +")
+    return gather(TrainConfig, [f"--{option}" for option in word.split("+")]).settings
+
+
 def load_config(argv: list[str], mode: str | None = None) -> Loaded[Any]:
     """The settings of a mode (None: train). Without a config file a CPU has config/bench_cpu.py."""
     kind = MODES[mode := mode or "train"]
@@ -220,13 +229,14 @@ def load_config(argv: list[str], mode: str | None = None) -> Loaded[Any]:
         why = "; weights do not change the time, so give the sizes" * (name == "init_from")
         raise UserError(f"--{name}: not for mode {mode} ({origins[name]}){why}")
     values = vars(settings) | ({"compile": here == "cuda"} if settings.compile is None else {})
-    for name in on_line & NEEDS.keys():
+    several = {name for word in getattr(settings, "vary", ()) for name in varied(word)}
+    for name in (on_line | several) & NEEDS.keys():
         if not values.get(NEEDS[name], True):
             raise UserError(f"--{name} needs --{NEEDS[name]}")
     if kind is Qualify and settings.rival and not {4, 5} & {*settings.stages}:
         raise UserError(f"--rival needs stage 4 or 5, got --stages={settings.stages}")
     # From a config file too:
-    both = on_line | changed & {"rival", "profile", "weights"}
+    both = on_line | changed & {"rival", "profile", "vary", "weights"}
     both |= {"batch_size"} if getattr(settings, "batch_size", 1) == "auto" else set()
     for other in changed & USELESS.keys() - ({"vocab_size"} if "learning_rate" in its else set()):
         if lost := ", ".join(f"--{name}" for name in sorted(both & USELESS[other])):

@@ -62,6 +62,12 @@ def sizes(row: Row, settings: Json) -> Json:
     return {**known, "B": row.get("batch_size", known["B"]) * micro}
 
 
+def named(row: Row, settings: Json) -> tuple[str, str]:
+    """Its backend, and its word of --vary or ""."""
+    name, _, word = row["backend"].rpartition(" with ")
+    return (name, word) if word in settings.get("vary", ()) else (row["backend"], "")
+
+
 # --- formats ---
 
 percent = "{:.1%}".format

@@ -12,15 +12,12 @@ from attention.machine.system import synchronize
 from attention.machine.timing import Clock, Stamp
 from bench import Json, machine, parts, rivals, tables
 from bench.candidates import LONGEST, Bench, Candidate, Mark, Ours, Plan
+from bench.settings import varied
 from bench.tables import Row
 from core import flops, profile
-from core.options import TrainConfig
 from core.runtime import keep_freed_memory
-from core.settings import UserError, gather
 
 PROFILED_STEPS = 3
-# Options of --vary: the loss and its FLOPs stay the same.
-VARIED = ("residual_dtype", "gradient_checkpointing", "optimizer", "onednn", "compile_mode")
 MOST = 4096  # sequences tried by --batch_size=auto
 COMPILED = {**LONGEST, "sdpa_math": 512, "tiled": 256}  # minutes of compiling
 
@@ -30,12 +27,7 @@ def plans(bench: Bench) -> list[Plan]:
     whole = Ours(bench, batch_size=batch * config.gradient_accumulation_steps)
     who = rivals.candidates(bench, batch_size=batch)
     ours = [(name, one) for name, one in who.items() if isinstance(one, Ours)]
-    known = VARIED if how["one_process"] else VARIED[:-1]
-    for word in config.vary:
-        changes = gather(TrainConfig, [f"--{option}" for option in word.split("+")]).settings
-        if changes.keys() - {*known}:
-            raise UserError(f"--vary={word}: expected {', '.join(known)}, perhaps joined by +")
-        who |= {f"{name} with {word}": one.but(**changes) for name, one in ours}
+    who |= {f"{n} with {word}": one.but(**varied(word)) for word in config.vary for n, one in ours}
     return [Plan(Training, who, config.rounds, reference=None if bench.auto else whole, **how)]
 
 

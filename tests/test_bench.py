@@ -35,7 +35,7 @@ def test_a_kernel_that_is_wrong_in_long_texts_is_off_by_its_error(tmp_path):
 
 
 @pytest.mark.parametrize("more, size, of_products, keys", few([
-    (["--weights=int8", "--kv_caches=none"], 4, 1, 0), (["--dtype=bfloat16"], 2, 2, 7),
+    (["--weights=int8", "--kv_caches=none"], 4, 1, 0), (["--dtype=bfloat16", "--tied=0"], 2, 2, 7),
     (["--constraint=tensor,python"], 4, 4, 7), (["--attention_window=3,none"], 4, 4, (3 + 7) / 2)]))
 def test_decode_reads_weights_of_their_size_and_the_keys_that_are_seen(
     more, size, of_products, keys
@@ -141,9 +141,11 @@ def test_a_training_that_ends_elsewhere_fails(tmp_path):
 
 
 @pytest.mark.slow
-def test_training_paths_beside_a_plain_one_with_seeds(tmp_path):
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_training_paths_beside_a_plain_one_with_seeds(optimizer, tmp_path):
     code, table, content = converging(tmp_path, "--paths=float32,bfloat16,bfloat16-residual",
-                                      "--seeds=2", "--gradient_accumulation_steps=2")
+                                      "--seeds=2", "--gradient_accumulation_steps=2",
+                                      f"--optimizer={optimizer}")
     base, exact, other, half = (row["losses"] for row in table.values())
     # float32 differs by the order of sums alone, bfloat16 by its rounding: both really ran
     assert exact == pytest.approx(base, abs=2e-4) and base[-1] < base[0] - 0.1
@@ -168,7 +170,7 @@ def test_training_paths_beside_a_plain_one_with_seeds(tmp_path):
 def test_decode_has_rows_for_the_rivals_where_they_have_such_a_cache(tmp_path):
     """A run's config file with Muon says nothing of its generation."""
     pytest.importorskip("transformers")
-    (config := tmp_path / "muon.py").write_text("optimizer = 'muon'\n", "utf-8")
+    (config := tmp_path / "muon.py").write_text("optimizer = 'muon'\nmuon_rates = 1, 2", "utf-8")
     content = measured("decode", str(config), *small("decode")[1:], "--backends=sdpa",
                        "--batch_sizes=2", "--prompts=5",
                        "--kv_caches=none,static", "--new_tokens=3", "--rival=hf", rival(tmp_path))
@@ -278,6 +280,7 @@ def test_a_config_file_of_a_run_may_have_more(tmp_path):
         ("kernel", "document_mask = True", r"--document_mask: .*c\.py:1"),
         ("kernel", "init_from = 'gpt2'", r"--init_from: .*c\.py:1"),
         ("train", "hf = 'x'\nprofile = True", "--profile"),
+        ("train", "hf = 'x'\nvary = ['onednn=True']", "--vary"),
         ("decode", "hf = 'x'\nweights = 'int8'", "--weights"),
     ):
         path.write_text(text, "utf-8")
@@ -299,6 +302,7 @@ def test_a_config_file_of_a_run_may_have_more(tmp_path):
     (["kernel", "--windows=8", "--attention_window=4"], "--attention_window"),
     (["--backends=sdpa", "--attention_backend=manual"], "--attention_backend"),
     (["--n_layer=2", "--hf=x"], "--n_layer"), (["--compile_mode=max-autotune"], "--compile_mode"),
+    (["--vary=help"], "--vary=help"), (["--vary=compile_mode=default"], "--compile"),
     (["qualify", "--stages=3", "--rival=hf"], "--stages"),
     (["--hf=BROKEN"], "--hf"), (["--hf=/none/such"], "--hf"), (["--rival=hf", "--hf=x"], "--rival"),
     (["decode", "--constraint="], "--constraint"), (["plan"], "--gpu"),

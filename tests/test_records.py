@@ -91,6 +91,9 @@ def test_a_row_has_the_median_of_its_rounds_and_is_accepted(made: Made) -> None:
             assert mode == "kernel" or r["memory_bytes"] > 2**26
             assert len(r["rounds"]) == (10 if mode == "converge" else 3)
     assert verify(on_a_gpu(made["kernel"])) == []
+    for name, kernel in (("flex", "by torch.compile"), ("flash_attn_2", "_flash_attn_forward")):
+        rows = [r | {"backend": name, "kernels": [kernel]} for r in made["decode"]["rows"]]
+        assert verify(record.complete(made["decode"] | {"rows": rows})) == []
 
 
 def test_train_gives_a_row_for_every_backend_and_rival(made: Made) -> None:
