@@ -4,6 +4,7 @@ and bytes at full bandwidth (Williams, Waterman and Patterson 2009, CACM 52(4)),
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch.autograd import DeviceType
 
+import data
 from attention.machine.system import kineto, synchronize
 from attention.proof import KERNELS
 from bench import Json, tables
@@ -19,7 +21,7 @@ from core import flops, profile
 from core.flops import Sizes, flops_per_token, mean_keys
 from core.gpus import datasheet_bandwidth
 from core.options import TrainConfig
-from core.settings import from_dict
+from core.settings import UserError, from_dict
 from model import GPTConfig
 
 OF_CLASS = {  # class of kernels -> parts
@@ -56,6 +58,15 @@ def model_of(part: Json) -> Sizes:
     ours = {f.name for f in fields(TrainConfig)} - {"batch_size"}
     given = {k: v for k, v in part["settings"].items() if k in ours}
     return GPTConfig.of(from_dict(TrainConfig, given), part["vocab_size"])
+
+
+def vocabulary(config: Any) -> tuple[int, str]:
+    if config.vocab_size:
+        return config.vocab_size, "vocab_size"
+    folder = data.find(config.dataset, config.data_dir)
+    with suppress(UserError):
+        return data.padded(data.read_meta(folder)["vocab_size"]), f"the dataset in {folder}"
+    return 50304, f"GPT-2's, since {folder} is not prepared (--vocab_size)"
 
 
 @dataclass(frozen=True)

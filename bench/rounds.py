@@ -10,9 +10,9 @@ from dataclasses import replace
 
 import torch
 
-from bench import Json, machine, report, rivals, tables
+from bench import Json, machine, parts, report, rivals, tables
 from bench.candidates import Bench, Ours, Plan, names
-from bench.settings import Measured, vocabulary
+from bench.settings import Measured
 from bench.tables import Row
 from bench.workers import GRACE, Failure, Stop, Worker, largest, once
 from core.settings import UserError
@@ -25,7 +25,7 @@ Save = Callable[[Json], object]  # of the record after every round
 def begin(mode: str, config: Measured, device: torch.device, stop: Stop) -> Bench:
     rivals.named(getattr(config, "rival", ()))  # before minutes of work
     backends, left_out = names(config, device.type)
-    vocab_size, source = vocabulary(config)
+    vocab_size, source = parts.vocabulary(config)
     found: Json = {}
     if model := getattr(config, "hf", None):
         found = {"name": model, "config": rivals.read(model)}

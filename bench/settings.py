@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-import data
 from bench import ROOT, Json
 from core.options import IGNORED, Dtype, ModelOptions, TrainConfig
 from core.runtime import pick_device
@@ -248,12 +246,3 @@ def load_config(argv: list[str], mode: str | None = None) -> Loaded[Any]:
         got = f"--batch_size={settings.batch_size}"
         raise UserError(f"{got}: mode decode has --batch_sizes, or --batch_size=auto")
     return loaded
-
-
-def vocabulary(config: Settings) -> tuple[int, str]:
-    if config.vocab_size:
-        return config.vocab_size, "vocab_size"
-    folder = data.find(config.dataset, config.data_dir)
-    with suppress(UserError):
-        return data.padded(data.read_meta(folder)["vocab_size"]), f"the dataset in {folder}"
-    return 50304, f"GPT-2's, since {folder} is not prepared (--vocab_size)"

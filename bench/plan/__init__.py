@@ -6,10 +6,9 @@ import json
 import math
 from dataclasses import replace
 
-from bench import ROOT, Json, tables
+from bench import ROOT, Json, parts, tables
 from bench.plan.scale import KINDS, SHARE, Cluster, Plan
 from bench.settings import Plan as Settings
-from bench.settings import vocabulary
 from bench.tables import Cells
 from core import flops
 from core.gpus import SERVERS, describe_rated
@@ -71,7 +70,7 @@ def plans(config: Settings, of: Plan, gpus: int) -> list[Json]:
 
 def run(config: Settings) -> int:
     at, lines = cluster(config)
-    vocab_size, source = vocabulary(config)
+    vocab_size, source = parts.vocabulary(config)
     model = GPTConfig.of(config, vocab_size)
     between = decide_residual(config.residual_dtype, "cuda", at.dtype)
     residual = 2 if between == "autocast" and at.dtype != "float32" else 4
