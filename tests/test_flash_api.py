@@ -477,7 +477,8 @@ def test_the_report_names_each_kind_its_kernel_and_what_was_refused() -> None:
         nanoattn.flash_attn_func(x, x, x, softmax_scale=0.3)
     nanoattn.flash_attn_with_kvcache(x, x, x, softmax_scale=0.3)
     nanoattn.flash_attn_func(x, x, x, causal=True, return_attn_probs=True)
-    torch.compile(nanoattn.flash_attn_func, backend="eager")(x, x, x)
+    f = nanoattn.flash_attn_func  # dynamic=True makes symbols of its default floats
+    torch.compile(f, backend="eager", dynamic=True, fullgraph=True)(x, x, x)
     plain, lse, traced = nanoattn.report().split("\nheads")
     assert "sdpa" in plain and "3 calls" in plain
     assert "sdpa requested" in lse and "lse" in lse and "traced" in traced
