@@ -108,7 +108,7 @@ class Spec:
         if self.segments and self.cache in BUFFERS:
             raise ValueError(f"segments must be False with a {self.cache} cache, got True")
         default = 1 / math.sqrt(self.head_dim)
-        if self.scale is not None and math.isclose(self.scale, default, rel_tol=1e-15):
+        if self.scale is not None and abs(self.scale - default) <= 1e-15 * default:
             vars(self)["scale"] = None
         vars(self)["kind"] = self._words(numbers=False)
 

@@ -493,8 +493,9 @@ def test_padding_at_the_left_of_a_cache_is_read_in_a_trace() -> None:
         torch.testing.assert_close(compiled(*x), f(*x))
 
 
-def test_a_compiled_function_has_calls_of_several_kinds() -> None:
-    """torch.compile makes a symbol of a float's second value."""
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_a_compiled_function_has_calls_of_several_kinds(dynamic: bool | None) -> None:
+    """torch.compile makes a symbol of a float's second value, dynamic=True of its first."""
     cos, sin = torch.randn(2, 40, 3)
 
     def f(x: Tensor, slopes: Tensor, first: Tensor, **numbers: float) -> Tensor:
@@ -503,7 +504,7 @@ def test_a_compiled_function_has_calls_of_several_kinds() -> None:
                                         window_size=(3, 2), **numbers)
         return some + nanoattn.flash_attn_qkvpacked_func(torch.stack((x, x, x), 2), causal=True)
 
-    compiled = torch.compile(f, backend="eager", fullgraph=True)
+    compiled = torch.compile(f, backend="eager", fullgraph=True, dynamic=dynamic)
     for B, T, scale, softcap in ((2, 5, 0.3, 0.0), (2, 5, 0.5, 0.0), (3, 9, 0.7, 2.0),
                                  (3, 9, 0.9, 5.0)):
         x, slopes, first = torch.randn(B, T, 2, D), torch.rand(B, 2), torch.arange(B)

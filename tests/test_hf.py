@@ -377,7 +377,7 @@ def test_a_model_that_cannot_be_right_is_refused_at_the_latest_by_the_report(nam
 @pytest.mark.parametrize(("asked", "why"), [
     ({"position_bias": torch.zeros(1)}, "position_bias"),
     ({"s_aux": torch.zeros(3)}, "sinks"),
-    ({"value": torch.zeros(1, 2, 4, 16)}, "16"),
+    ({"value": torch.zeros(1, 2, 4, 16)}, "refuses Linear: value heads of 16, key heads of 8"),
     ({"key": torch.zeros(1, 2, 4, 8).double()}, "float64"),
     ({"sliding_window": 2}, "window is 2"),
     ({"attention_mask": None}, "without a mask"),

@@ -80,7 +80,7 @@ def requested(sizes: dict[str, int], q: Tensor, layout: str, tensors: dict[str, 
     left, right = (n if 0 <= n < NO_LIMIT else None for n in sides)
     numbers = [None if x is None else float(x) for x in (dropout, scale, softcap)]
     if torch.compiler.is_compiling():  # else their second values are symbols
-        numbers = [x and math.ldexp(*math.frexp(x)) for x in numbers]
+        numbers = [x if x is None else math.ldexp(*math.frexp(x)) for x in numbers]
     dropout, scale, softcap = numbers
     return Request(
         *heads, dtype, None if left is None else left + 1, dropout, False, grad, "none",

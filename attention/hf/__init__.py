@@ -200,6 +200,8 @@ def _attend(plans: Plans, module: torch.nn.Module, query: Tensor, key: Tensor, v
             raise ValueError(f"unknown argument {', '.join(unknown)}")
         if others.get("deterministic"):
             check_deterministic(query)
+        if value.shape[3] != D:
+            raise ValueError(f"value heads of {value.shape[3]}, key heads of {D}")
         # GPT-2 up to transformers 4.57
         if scaling is None and getattr(module, "scale_attn_by_inverse_layer_idx", False):
             raise ValueError("the layer does not pass its scale (scale_attn_by_inverse_layer_idx)")
