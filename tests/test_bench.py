@@ -15,7 +15,7 @@ from conftest import few
 from test_records import reads
 
 import bench_mfu
-from bench import machine
+from bench import machine, tables
 from bench.record import verify
 from core.settings import UserError
 
@@ -78,6 +78,16 @@ def test_all_backends_agree_or_say_why_they_are_left_out():
     assert {"manual", "tiled", "sdpa", "sdpa_flash", "sdpa_math"} <= ok
     assert all(abs(table[name]["loss_difference"]) < 1e-5 for name in ok)
     assert "interpreter" in table["triton"]["why"][0]
+
+
+def test_rows_with_other_options_are_of_them():
+    """Recomputed blocks give the same loss, rounded activations another one."""
+    content = measured(*small("train"), "--dtype=bfloat16", "--backends=sdpa", "--rounds=1",
+                       "--vary=gradient_checkpointing=True,residual_dtype=autocast+optimizer=muon")
+    plain, again, other = content["rows"]
+    assert again["backend"] == "sdpa with gradient_checkpointing=True" and verify(content) == []
+    assert plain["loss"] == again["loss"] != other["loss"]
+    assert tables.named(other, content["settings"])[1] == "residual_dtype=autocast+optimizer=muon"
 
 
 @pytest.mark.slow
