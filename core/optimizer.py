@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 from torch.profiler import record_function
@@ -13,9 +14,6 @@ from torch.profiler import record_function
 from core import profile
 from core.cpu.matmul import why_not_bfloat16
 from core.parallel import deal, local, whole
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 Config = Any  # TrainConfig, or the course's Task
 Group = dict[str, Any]
@@ -70,14 +68,12 @@ def build_optimizer(model: Any, config: Config, device: torch.device,
     fused = device.type in ("cuda", "cpu")
     how: Group = {"lr": config.learning_rate, "betas": (config.beta1, config.beta2), "fused": fused}
     if getattr(config, "optimizer", "adamw") == "muon":
-        from torch.distributed.device_mesh import init_device_mesh
-
         muon = Muon(muon_groups(model, config), **how)
         half = device.type == "cpu" and config.dtype == "bfloat16"
         if device.type == "cuda" or (half and not why_not_bfloat16(model.config.n_embd)):
             muon.dtype = torch.bfloat16
         if processes > 1:
-            muon.mesh = init_device_mesh(device.type, (processes,))
+            muon.mesh = dist.init_device_mesh(device.type, (processes,))
         return muon
     params = [p for p in model.parameters() if p.requires_grad]
     groups = [
@@ -165,7 +161,7 @@ class Muon(torch.optim.AdamW):
     """
 
     dtype: torch.dtype | None = None  # of Newton-Schulz; None: of the weights
-    mesh: DeviceMesh | None = None  # processes with a copy of the weights; None: one, or FSDP
+    mesh: dist.DeviceMesh | None = None  # processes with a copy of the weights; None: one, or FSDP
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

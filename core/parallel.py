@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TextIO, TypeVar
+from typing import Any, TextIO, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,9 +22,6 @@ from attention import Ring
 from core.loss import IGNORE
 from core.runtime import Setup, StopSignal, pick_device, random_state, set_random_state
 from core.settings import UserError, user_errors
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
 SLOW_S = 1800.0  # timeout while ranks start, compile or save
@@ -201,11 +198,10 @@ def shard(model: nn.Module, distributed: DistInfo, setup: Setup, size: int | Non
     if setup.dtype == torch.float16:
         raise UserError("--parallel=fsdp has no loss scaling: use --dtype=bfloat16 or float32")
     setup.refuse_graphs("cannot hold FSDP's gathered parameters")
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     names = ("replicate", "shard")
-    mesh = init_device_mesh(distributed.device.type, (n // size, size), mesh_dim_names=names)
+    mesh = dist.init_device_mesh(distributed.device.type, (n // size, size), mesh_dim_names=names)
     mesh = mesh["shard"] if size == n else mesh
     policy = MixedPrecisionPolicy()
     if setup.dtype == torch.bfloat16:  # inputs keep their dtype: autocast casts in each operation
@@ -283,7 +279,7 @@ def fill(target: Any, source: Tensor) -> None:
     local(target).copy_(source[tuple(slice(a, a + n) for a, n in zip(at, shape, strict=True))])
 
 
-def deal(rows: Tensor, like: Tensor, mesh: DeviceMesh | None
+def deal(rows: Tensor, like: Tensor, mesh: dist.DeviceMesh | None
          ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:  # fmt: skip
     """Divide n matrices (R, C) among the processes: (m, R, C) for this one, and a function from its
     results to (n, r, C). Both are collective.
