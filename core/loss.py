@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attention.function import once
-from attention.machine.system import autocast_dtype
+from attention.machine.system import autocast_dtype, outside_a_trace
 
 IGNORE = -1
 
@@ -136,7 +136,7 @@ def chunk_rows(N: int, V: int, device: str, dtype: torch.dtype = torch.float32,
     return -(-N // (128 * parts)) * 128
 
 
-@torch.compiler.assume_constant_result
+@outside_a_trace
 def gpu_memory() -> int:
     """Total bytes: free memory varies."""
     if not torch.cuda.is_available():
