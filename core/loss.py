@@ -12,6 +12,7 @@ from torch import Tensor
 
 from attention.function import once
 from attention.machine.system import autocast_dtype, outside_a_trace
+from attention.tiled import blocks
 
 IGNORE = -1
 
@@ -50,7 +51,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         N, V = x.shape[0], weight.shape[0]
         rows = chunk_rows(N, V, x.device.type, dtype)
         # Few rows are faster in oneDNN's bfloat16.
-        product_rows = 512 if x.device.type == "cpu" and dtype == torch.bfloat16 else None
+        product_rows = 512 if x.device.type == "cpu" and dtype == torch.bfloat16 else rows
         wide = torch.promote_types(dtype, torch.float32)
         x_, w = x.to(dtype), weight.to(dtype)
         counted = targets != IGNORE  # (N,)
@@ -59,13 +60,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dw = torch.zeros_like(w) if want_grad and not N else None
         total = torch.zeros((), dtype=wide, device=x.device)
         with torch.autocast(x.device.type, enabled=False):
-            for c in pieces(N, rows):
+            for c in blocks(N, rows):
                 logits = x_[c] @ w.t()  # (rows, V)
                 loss, dlogits = _cross_entropy(logits, target[c], counted[c], wide, want_grad)
                 total += loss
                 if dx is None:
                     continue
-                for p in pieces(len(dlogits), product_rows):
+                for p in blocks(len(dlogits), product_rows):
                     torch.mm(dlogits[p], w, out=dx[c][p])
                 if dw is None:
                     dw = dlogits.t() @ x_[c]  # (V, C)
@@ -93,9 +94,9 @@ def _cross_entropy(logits: Tensor, target: Tensor, counted: Tensor, wide: torch.
     """Sum, and its gradient in the logits' dtype (half precision on a CPU: in place), or logits."""
     compiling, at_a_time = torch.compiler.is_compiling(), None
     if logits.device.type == "cpu" and logits.dtype != wide and not compiling:
-        at_a_time = 2**20 // logits.shape[1]
+        at_a_time = max(1, 2**20 // logits.shape[1])
     total = torch.zeros((), dtype=wide, device=logits.device)
-    for r in pieces(len(logits), at_a_time):
+    for r in blocks(len(logits), at_a_time or len(logits)):
         logp = F.log_softmax(logits[r], dim=-1, dtype=wide)  # (rows, V)
         total -= logp.gather(1, target[r])[:, 0].mul(counted[r]).sum()
         if not want_grad:
@@ -111,11 +112,6 @@ def _cross_entropy(logits: Tensor, target: Tensor, counted: Tensor, wide: torch.
             return total, dlogits.to(logits.dtype)
         logits[r] = dlogits
     return total, logits
-
-
-def pieces(n: int, size: int | None) -> list[slice]:
-    size = n if size is None else max(1, size)
-    return [slice(a, min(a + size, n)) for a in range(0, n, size)]
 
 
 def chunk_rows(N: int, V: int, device: str, dtype: torch.dtype = torch.float32,
