@@ -55,23 +55,23 @@ class Tokenizer:
         """The tokens that text[start:stop] has in the whole text."""
         return self.encode(text[start:stop])
 
+    def new_text(self, known: Sequence[int], new: Sequence[int]) -> str:
+        """The text that new ids add to that of known ones."""
+        before, text = self.decode(known), self.decode([*known, *new])
+        differ = (n for n, (a, b) in enumerate(zip(before, text, strict=False)) if a != b)
+        return text[next(differ, len(before)) :]
+
     def stream_decode(self, ids: Iterable[int], prompt: Sequence[int] = ()) -> Iterator[str]:
         """Yield the text that the ids add to a prompt's; no character is split."""
         # Decoders drop the first space (SentencePiece) or put one between two tokens (WordPiece):
-        # decode the window again with each token. window[:shown] is known.
-        window, shown = [*prompt], len(prompt)
-
-        def new() -> str:
-            known, text = self.decode(window[:shown]), self.decode(window)
-            differ = (n for n, (a, b) in enumerate(zip(known, text, strict=False)) if a != b)
-            return text[next(differ, len(known)) :]
-
+        # decode the last known ones again with each token.
+        known, new = [*prompt], list[int]()
         for i in ids:
-            window.append(i)
-            if i not in self.waits and (text := new()) and text[-1] != "\ufffd":
+            new.append(i)
+            if i not in self.waits and (text := self.new_text(known, new)) and text[-1] != "\ufffd":
                 yield text
-                window, shown = window[shown:], len(window) - shown
-        if text := new():
+                known, new = new, []
+        if text := self.new_text(known, new):
             yield text
 
 

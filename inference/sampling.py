@@ -176,10 +176,8 @@ class Row:
             return last in self.options.stop_ids
         n = 4 * max(map(len, stops)) + 16  # at most 4 tokens a character
         before = [*self.prompt, *self.new[:-n]][-16:]  # for the spaces between tokens
-        known = self.tokenizer.decode(before)
-        text = self.tokenizer.decode([*before, *self.new[-n:]])
-        begin = next((i for i, (a, b) in enumerate(zip(known, text)) if a != b), len(known))
-        return any(stop in text[begin:] for stop in stops)
+        text = self.tokenizer.new_text(before, self.new[-n:])
+        return any(stop in text for stop in stops)
 
     def pieces(self, new: Iterable[int]) -> Iterator[str]:
         """The text of new tokens, up to an end token or stop string."""
