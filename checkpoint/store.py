@@ -180,10 +180,8 @@ def new_model(config: GPTConfig, policy: Policy, origin: str,
     except RuntimeError as e:  # no memory for its sizes
         raise FileError(f"{origin}: {first_line(e)}") from e
     if weights is not None:
-        own = model.state_dict()
-        check_shapes(own, weights, origin)
-        for name, tensor in own.items():
-            tensor.copy_(weights[name])
+        check_shapes(model.state_dict(), weights, origin)
+        model.load_state_dict(weights)
     return model
 
 
