@@ -21,7 +21,7 @@ from checkpoint.families import init_model, tokenizer_meta, trained_on
 from checkpoint.store import Checkpoint
 from core import process, runtime
 from core.files import command, printable
-from core.optimizer import numbers, tensors
+from core.optimizer import tensors
 from core.options import ModelOptions, TrainConfig
 from core.parallel import DistInfo, fill, is_sharded, whole
 from core.runtime import dtype_name, pick_device, pick_dtype, random_state, set_random_state
@@ -298,9 +298,10 @@ def restore(saved: Checkpoint, model: GPT, optimizer: torch.optim.Optimizer,
             state = rest["optimizer"].get("state", {})
             if saved.step == 0 and not state:
                 targets = {name: t for name, t in targets.items() if name.startswith("model.")}
-            for name, number in numbers(model, optimizer).items():
-                moments = state.get(number, {})
-                values |= {f"optimizer.{name}.{key}": value for key, value in moments.items()}
+            params = (p for group in optimizer.param_groups for p in group["params"])
+            moments = {id(p): state.get(number, {}) for number, p in enumerate(params)}
+            for name, p in model.state_dict(keep_vars=True).items():
+                values |= {f"optimizer.{name}.{key}": t for key, t in moments[id(p)].items()}
             store.check_shapes(targets, values, str(saved.folder))
             for name, target in targets.items():
                 fill(target, values[name])

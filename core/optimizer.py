@@ -83,13 +83,6 @@ def build_optimizer(model: Any, config: Config, device: torch.device,
     return torch.optim.AdamW(groups, **how)
 
 
-def numbers(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """Each parameter's number in optimizer.state_dict()."""
-    params = (p for group in optimizer.param_groups for p in group["params"])
-    number = {id(p): i for i, p in enumerate(params)}
-    return {name: number[id(p)] for name, p in model.state_dict(keep_vars=True).items()}
-
-
 def empty_state(optimizer: torch.optim.Optimizer, p: Tensor) -> dict[str, Tensor]:
     weight = p.detach()
     if any(p is q for group in muon_only(optimizer) for q in group["params"]):
