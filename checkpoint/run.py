@@ -23,7 +23,7 @@ from core import process, runtime
 from core.files import command, printable
 from core.optimizer import tensors
 from core.options import ModelOptions, TrainConfig
-from core.parallel import DistInfo, fill, is_sharded, whole
+from core.parallel import DistInfo, is_sharded, local, local_part, whole
 from core.runtime import dtype_name, pick_device, pick_dtype, random_state, set_random_state
 from core.settings import Loaded, user_errors
 from data.loader import fits
@@ -304,7 +304,9 @@ def restore(saved: Checkpoint, model: GPT, optimizer: torch.optim.Optimizer,
                 values |= {f"optimizer.{name}.{key}": t for key, t in moments[id(p)].items()}
             store.check_shapes(targets, values, str(saved.folder))
             for name, target in targets.items():
-                fill(target, values[name])
+                shape, at, _ = local_part(target)
+                own = tuple(slice(a, a + n) for a, n in zip(at, shape, strict=True))
+                local(target).copy_(values[name][own])
     if scaler.is_enabled() and rest["scaler"]:
         scaler.load_state_dict(rest["scaler"])
     if len(rest["rng"]) == distributed.world_size:

@@ -274,11 +274,6 @@ def local_part(t: Any) -> tuple[list[int], list[int], bool]:
     return [*shape], [*at], not any(i and p.is_replicate() for i, p in places)
 
 
-def fill(target: Any, source: Tensor) -> None:
-    shape, at, _ = local_part(target)
-    local(target).copy_(source[tuple(slice(a, a + n) for a, n in zip(at, shape, strict=True))])
-
-
 def deal(rows: Tensor, like: Tensor, mesh: dist.DeviceMesh | None
          ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:  # fmt: skip
     """Divide n matrices (R, C) among the processes: (m, R, C) for this one, and a function from its
