@@ -202,10 +202,10 @@ def test_a_broken_import_keeps_its_words(tmp_path, monkeypatch) -> None:
 
 
 @pytest.mark.slow
-def test_import_attention_leaves_the_compiler_and_transformers_alone() -> None:
+def test_imports_leave_the_compiler_and_transformers_alone() -> None:
     """torch._dynamo takes a second to import."""
     heavy = "not {'torch._dynamo', 'transformers'} & set(sys.modules)"
-    script = f"import sys, attention; attention.hf.names(); assert {heavy}"
+    script = f"import sys, attention, train; attention.hf.names(); assert {heavy}"
     assert python("-c", script).returncode == 0
 
 
