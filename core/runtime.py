@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from types import FrameType
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn as nn
@@ -238,9 +238,9 @@ def keep_freed_memory() -> None:
         mallopt(trim_threshold, -1)
 
 
-def to_device(t: Tensor, device: torch.device) -> Tensor:
-    """Copy, asynchronously on CUDA."""
-    cuda = device.type == "cuda"
+def to_device(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Copy a tensor or numbers, asynchronously on CUDA."""
+    t, cuda = torch.as_tensor(values, dtype=dtype), device.type == "cuda"
     return (t.pin_memory() if cuda and t.device.type == "cpu" else t).to(device, non_blocking=cuda)
 
 

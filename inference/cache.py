@@ -200,7 +200,7 @@ class StaticCache(Cache):
         if (longest := max(after, default=1)) > self.max_len:
             raise ValueError(f"{longest} tokens do not fit into a cache of {self.max_len}")
         if counts != self.counts:
-            self.count.copy_(to_device(torch.tensor(counts, dtype=torch.int32), self.count.device))
+            self.count.copy_(to_device(counts, self.count.device, torch.int32))
             self.counts = counts
         length = bucket(longest, self.max_len) if self.in_buckets else self.max_len
         kind = "static" if any(self.lengths) else "none"
@@ -263,16 +263,13 @@ class PagedCache(Cache):
         step = dict(zip(rows, counts, strict=True))
         start = [self.pool.length(row) for row in rows]
         self.pool.grow(step)
-        tables = {}
+        tables, on = {}, (self.k[0].device, torch.int32)
         for window in self.pool.n_pages:
             pages = [self.pool.pages(row, window) for row in rows]
             width = max(1, *map(len, pages))
-            tables[window] = self._on_device([[*p, *[0] * (width - len(p))] for p in pages])
-        sizes = self._on_device(start), self._on_device([*step.values()])
+            tables[window] = to_device([[*p, *[0] * (width - len(p))] for p in pages], *on)
+        sizes = to_device(start, *on), to_device([*step.values()], *on)
         return Step(self, "paged", *sizes, 0, step, tables, self.pool.page_size)
-
-    def _on_device(self, numbers: Sequence[Any]) -> Tensor:
-        return to_device(torch.tensor(numbers, dtype=torch.int32), self.k[0].device)
 
     def advance(self, step: Step) -> None:
         self.pool.advance(step.counts)

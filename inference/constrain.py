@@ -52,7 +52,7 @@ class Automaton(nn.Module):
         state = START if self.starts is None else self.starts[row]
         if 0 < room < (n := self.shortest[state]):
             raise UserError(f"the shortest match has {n} tokens, max_new_tokens is {room}")
-        return to_device(torch.tensor([[state, min(max(1, room), NEVER)]]), self.transition.device)
+        return to_device([[state, min(max(1, room), NEVER)]], self.transition.device)
 
     def forward(self, logits: Tensor, state: Tensor) -> Tensor:
         """Logits (B, V), -inf for forbidden tokens, finite for others."""

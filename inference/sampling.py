@@ -312,8 +312,7 @@ def process_rows(processor: Processor, texts: Tensor, logits: Tensor,
     logits = logits.float()
     made = torch.empty_like(logits)
     for n in dict.fromkeys(lengths):
-        of = torch.tensor([b for b, other in enumerate(lengths) if other == n])
-        rows = to_device(of, logits.device)
+        rows = to_device([b for b, other in enumerate(lengths) if other == n], logits.device)
         made[rows] = process(processor, texts[rows, :n], logits[rows])
     return made
 

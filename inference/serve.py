@@ -15,7 +15,6 @@ from itertools import chain, islice, repeat
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from core.runtime import to_device
 from core.settings import UserError
@@ -245,7 +244,7 @@ class Scheduler:
         self._widen(row.n + min(row.room, self.block_size))  # one width while it has a cache
         # Elsewhere the first token: harmless to sets of tokens.
         self.texts[slot] = row.prompt[0]
-        self.texts[slot, : row.n] = self._on_device(row.prompt)
+        self.texts[slot, : row.n] = to_device(row.prompt, self.device)
         if self.draw.constraint is not None:
             self.states[slot] = self.draw.constraint.start(row.index, row.room)
 
@@ -266,7 +265,8 @@ class Scheduler:
             self.longest += 1
         else:
             self.batch = rows
-            self.slot, self.length = self._on_device([[r.slot for r in rows], [r.n for r in rows]])
+            slots_and_lengths = [r.slot for r in rows], [r.n for r in rows]
+            self.slot, self.length = to_device(slots_and_lengths, self.device)
             self.longest = max(row.n for row in rows)
         self._widen(self.longest + 1)
         u = [next(row.random) for row in rows if row.random is not None]
@@ -322,7 +322,7 @@ class Scheduler:
         counts = [0 if row.done else self._reads(row) for row in rows]
         T, last, at = max(counts), None, end - max(counts)  # (B, 1)
         if 1 < T > min(counts) and not isinstance(self.cache, DynamicCache):  # padded on the right
-            n = self._on_device(counts)[:, None]
+            n = to_device(counts, self.device)[:, None]
             last, at = (n - 1).clamp(min=0), end - n
         if T > 1:
             at = (at + torch.arange(T, device=self.device)).clamp(0, self.texts.shape[1] - 1)
@@ -344,9 +344,6 @@ class Scheduler:
     def _run(self, function: Callable[..., T], *args: object) -> T:
         kind = self.graph if self.decoding and isinstance(self.cache, StaticCache) else None
         return graphs.run(self.model, kind, function, args, self.of_call)
-
-    def _on_device(self, numbers: Sequence[Any]) -> Tensor:
-        return to_device(torch.tensor(numbers, dtype=torch.int64), self.device)
 
 
 def _each(name: str, given: Any, n: int | None) -> Iterator[Any]:
