@@ -221,6 +221,8 @@ def test_every_table_says_that_it_is_planned() -> None:
     ("H100 PCIe", 16, "NVIDIA H100 PCIe", 80, "8 x H100", "140 ms"),
     ("nvidia h100", 8, "NVIDIA H100 80GB HBM3", 80, "8 x H100", "140 ms"),
     ("H200", 1, "NVIDIA H200", 141, "1 x H200", "1,068.71 ms"),
+    ("mi300x", 8, "AMD Instinct MI300X", 192, "8 x H200", "143.87 ms"),
+    ("A100 80GB", 8, "NVIDIA A100-SXM4-80GB", 80, "8 x A100", "300 ms"),
     ("a100 40gb", 3, "NVIDIA A100-SXM4-40GB", 40, "4 x A100", "633.40 ms"),
     ("4090", 8, "NVIDIA GeForce RTX 4090", 24, "2 x RTX 4090", "1,191.34 ms")])
 def test_a_part_of_a_name_is_the_usual_gpu_of_it(part, gpus, usual, gb, where, ms) -> None:
