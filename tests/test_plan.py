@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import attention
+import bench_mfu
 from core import parallel
 from core.flops import flops_per_token
 from core.optimizer import build_optimizer
@@ -234,6 +235,12 @@ def test_a_part_of_a_name_is_the_usual_gpu_of_it(part, gpus, usual, gb, where, m
     assert row["memory_bytes"] + row["left_bytes"] == pytest.approx(0.95 * gb * 1e9)
     (line,) = (line for line in lines if "Others measured" in line)
     assert where in line and ms in line and text.index("planned: a step, ms") < text.index(line)
+
+
+def test_a_plan_of_muon_says_that_it_is_adamws_with_notes_on_ignored_names(capsys) -> None:
+    argv = ["plan", "--gpu=H200", str(ROOT / "config" / "train_gpt2_muon.py"), "--backend=nccl"]
+    assert bench_mfu.main(argv) == 0 and "backend is ignored" in (said := capsys.readouterr()).err
+    assert "AdamW's, not Muon's" in said.out
 
 
 def test_the_page_has_what_its_command_prints() -> None:
