@@ -190,6 +190,14 @@ def test_a_ring_that_a_server_does_not_hold_uses_the_network(context, crosses) -
         assert row["links"]["network"] == pytest.approx(network + crosses * row["sent"]["ring"])
 
 
+def test_faster_products_make_no_step_slower() -> None:
+    """Gathers go while a block waits for its ring."""
+    argv = "--gpus=16", "--context_parallels=8", "--block_size=8192", "--network_gbs=0.05"
+    argv += ("--nvlink_gbs=1",)
+    slow, fast = (rows(*ARGV, *argv, f"--products_tflops={rate}") for rate in (400, 989.4))
+    assert all(one["ms"] <= other["ms"] for one, other in zip(fast, slow))
+
+
 # --- the command ---
 
 
