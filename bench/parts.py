@@ -34,8 +34,7 @@ LARGEST = 5
 COLUMNS = "kernels, ms, share, roofline ms, times, limit"
 NOTES = (
     "share: of the step, with its gaps between the kernels; times: how often the time at the "
-    "roofline, which does not count Muon; products of manual's attention count as attention on the "
-    "CPU only"
+    "roofline (Muon has none); products of manual's attention count as attention on the CPU only"
 )
 
 
