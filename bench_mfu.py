@@ -34,10 +34,6 @@ def measure(mode: str, argv: list[str], loaded: Loaded[Any]) -> int:
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")
     about = {"format": record.FORMAT, "command": command, "date": date, **record.git_state()}
     device = pick_device(config.device)
-    files = {o.rpartition(":")[0] for o in loaded.origins.values() if o != LINE}
-    print(f"settings: {', '.join(sorted(files)) or 'the defaults'}", *loaded.notes, sep="\n",
-          file=sys.stderr)  # fmt: skip
-
     folder: Path | None = None
 
     def save(content: Json) -> None:
@@ -94,6 +90,9 @@ def main(argv: list[str]) -> int:
         print("python bench_mfu.py MODE, with MODE one of (MODE --help: its options)")
         print(*(f"  {name:<9} {kind.__doc__}" for name, kind in MODES.items()), "", sep="\n")
     loaded = load_config(rest, mode)
+    files = {o.rpartition(":")[0] for o in loaded.origins.values() if o != LINE}
+    print(f"settings: {', '.join(sorted(files)) or 'the defaults'}", *loaded.notes, sep="\n",
+          file=sys.stderr)  # fmt: skip
     if mode in ("plan", "runs"):
         return (plan.run if mode == "plan" else compare.runs)(loaded.settings)
     return measure(mode or "train", rest, loaded)

@@ -67,8 +67,8 @@ class TasksConfig:
             raise ValueError(f"keys={self.keys}: expected {self.pairs} or more, all different")
         if both := {*self.keys} & {*self.values, *self.separator, *"=+."}:
             raise ValueError(f"keys={self.keys}: {min(both)!r} has another meaning in a task")
-        if min(self.distances) < 2 * self.pairs:
-            raise ValueError(f"distances below {2 * self.pairs}, the length of {self.pairs} pairs")
+        if wrong := [d for d in self.distances if d % 2 or d < 2 * self.pairs]:
+            raise ValueError(f"distances {wrong}: even ones of {self.pairs} pairs' length or more")
 
 
 def copy(config: TasksConfig, draw: random.Random, length: int = COPIED // 2) -> Question:

@@ -34,7 +34,7 @@ LARGEST = 5
 COLUMNS = "kernels, ms, share, roofline ms, times, limit"
 NOTES = (
     "share: of the step, with its gaps between the kernels; times: how often the time at the "
-    "roofline; products of manual's attention count as attention on the CPU only"
+    "roofline (Muon has none); products of manual's attention count as attention on the CPU only"
 )
 
 
@@ -120,6 +120,9 @@ def computed(found: Json, row: Row, part: Json) -> Json:
     micro = 1 if old else settings["gradient_accumulation_steps"]
     batch = row["batch_size"] * micro
     works = work(model, batch, micro, m["dtype"], bool(settings["grad_clip"]))
+    word = tables.named(row, settings)[1]
+    if "muon" in (word if "optimizer=" in word else settings.get("optimizer", "")):
+        del works["optimizer"]  # its roofline is AdamW's
     known = None if settings.get("bandwidth_gbs") else datasheet_bandwidth(m["name"])
     bandwidth, source = known or (m["bandwidth"], m["bandwidth_source"])
     peak, products = m["peak_tflops"], settings.get("products_tflops") or m["products_tflops"]
@@ -138,7 +141,7 @@ def computed(found: Json, row: Row, part: Json) -> Json:
         made["parts"] = [{**p, **lines[p["part"]]} for p in old]
         made["ms"] = total
     else:
-        made["rooflines"] = lines
+        made |= {"rooflines": lines, "plain_ms": row["rounds"][0]["ms"]}
     for name, rate in (("ceiling", peak), ("reachable", products)):
         if rate:
             ms = sum(w.ms(rate, bandwidth) for w in works.values())
@@ -150,10 +153,8 @@ def computed(found: Json, row: Row, part: Json) -> Json:
 
 def title(backend: str, found: Json) -> str:
     known, _, _ = flops.in_words(found["ceiling"]).partition(":")  # no run that exceeds a peak
-    return (
-        f"A step of {backend} by {found['of']}: {found['plain_ms']:,.4g} ms "
-        f"({found['ms']:,.4g} under the profiler), at its roofline {known}"
-    )
+    took = f"{found['plain_ms']:,.4g} ms ({found['ms']:,.4g} under the profiler)"
+    return f"A step of {backend} by {found['of']}: {took}, at its roofline {known}"
 
 
 def table(found: Json, of: str = "") -> Cells:

@@ -178,6 +178,8 @@ def of_row(row: Row, again: Row, part: Json) -> Iterator[str]:
         own["batch_size"] = settings["batch_size"]
     again |= {name: value for name, value in own.items() if name in row}
     sizes = tables.sizes(row, settings)
+    if not (old or rival or mode == "kernel" or "hf" in part):
+        sizes["parameters"] = flops.n_params(parts.model_of(part))
     for shape in (one["shape"] for one in again["rounds"] if "shape" in one):
         shape |= {name: value for name, value in sizes.items() if name in shape}
     peak = max(one.get("peak_bytes", 0) for one in row["rounds"])

@@ -182,10 +182,8 @@ def disagreeing(rows: list[Row], content: Json) -> Iterator[str]:
     for r in rows:
         off, grad = r.get("loss_difference", 0.0), r.get("gradient_norm_difference", 0.0)
         if not (abs(off) <= loss and abs(grad) <= norm):
-            yield (
-                f"{r['backend']} DISAGREES with {exact} in float32: the loss by {off:.1e}, the "
-                f"gradient norm by {grad:.1e} of itself"
-            )
+            by = f"the loss by {off:.1e}, the gradient norm by {grad:.1e} of itself"
+            yield f"{r['backend']} DISAGREES with {exact} in float32: {by}"
         for name, m in (("error_out", 2), ("error_grad", 3)):
             others = max((row[name] for row in manual.values()), default=8 * torch.finfo(dtype).eps)
             plain = manual.get(str(r["point"]), {}).get(name, others)
@@ -205,10 +203,9 @@ def of_stages(content: Json) -> Iterator[str]:
         yield f"Proof: cases not reached in the time: {', '.join(left)}."
     reached, peak = m.get("products_tflops"), m["peak_tflops"]
     if reached and reached < SLOW * peak:
-        doubts.append(
-            f"large matmuls reach {reached:,.4g} TFLOP/s, {reached / peak:.0%} of {peak:,.4g} "
-            f"({m['peak_source']}): is the power limit lowered?"
-        )
+        share = f"{reached / peak:.0%} of {peak:,.4g} ({m['peak_source']})"
+        of = f"large matmuls reach {reached:,.4g} TFLOP/s, {share}"
+        doubts.append(f"{of}: is the power limit lowered?")
     for stage in content["stages"]:
         made = stage["record"]
         yield from made.get("answers", [])

@@ -40,7 +40,7 @@ RATED = [  # of several variants the usual one first
     GPU("Tesla T4", (65, None, 8.1), 320, 16, "NVIDIA T4 datasheet"),
     GPU("NVIDIA TITAN RTX", (130.5, None, 16.3), 672, 24, "NVIDIA Turing whitepaper"),
     GPU("NVIDIA A100-SXM4-80GB", _A100, 2039, 80, _A_SHEET, "A[18]00-SXM4?-80GB"),
-    GPU("NVIDIA A100 80GB PCIe", _A100, 1935, 80, _A_SHEET, "A[18]00(-PCIE)?[- ]80GB( PCIe)?"),
+    GPU("NVIDIA A100 80GB PCIe", _A100, 1935, 80, _A_SHEET, "A[18]00(-PCIE-80GB| 80GB PCIe)"),
     GPU("NVIDIA A100-SXM4-40GB", _A100, 1555, 40, _A_SHEET, _A_40GB),
     GPU("NVIDIA A30", (165, 82, 10.3), 933, 24, "NVIDIA A30 datasheet"),
     GPU("NVIDIA A40", (149.7, 74.8, 37.4), 696, 48, "NVIDIA A40 datasheet"),
@@ -89,7 +89,7 @@ SERVERS = {  # name above -> its server of eight
 
 def find_rated(name: str) -> GPU | None:
     patterns = ((gpu, gpu.pattern or re.escape(gpu.short)) for gpu in RATED)
-    return next((gpu for gpu, p in patterns if re.search(rf"\b({p})$", name)), None)
+    return next((gpu for gpu, p in patterns if re.search(rf"(?i)\b({p})$", name)), None)
 
 
 def datasheet_bandwidth(name: str) -> tuple[float, str] | None:

@@ -83,10 +83,13 @@ def test_all_backends_agree_or_say_why_they_are_left_out():
 def test_rows_with_other_options_are_of_them():
     """Recomputed blocks give the same loss, rounded activations another one."""
     content = measured(*small("train"), "--dtype=bfloat16", "--backends=sdpa", "--rounds=1",
+                       "--profile", "--bandwidth_gbs=8",
                        "--vary=gradient_checkpointing=True,residual_dtype=autocast+optimizer=muon")
     plain, again, other = content["rows"]
     assert again["backend"] == "sdpa with gradient_checkpointing=True" and verify(content) == []
     assert plain["loss"] == again["loss"] != other["loss"]
+    least = [r["profile"]["rooflines"]["optimizer"]["roofline_ms"] for r in (plain, again, other)]
+    assert least[0] == least[1] > least[2] == 0  # Muon's is not known
     assert tables.named(other, content["settings"])[1] == "residual_dtype=autocast+optimizer=muon"
 
 

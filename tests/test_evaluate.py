@@ -68,7 +68,7 @@ def test_the_questions_have_the_answers_that_they_ask_for(tmp_path: Path, gap: s
 
 def test_the_harness_runs_with_our_kernels(trained: Any, tmp_path: Path, capsys: Any,
                                            monkeypatch: pytest.MonkeyPatch) -> None:
-    for wrong in ("--pairs=27", "--distances=4", "--keys=abcdda"):
+    for wrong in ("--pairs=27", "--distances=4", "--distances=9", "--keys=abcdda"):
         with pytest.raises(UserError, match=r"pairs|keys"):
             main(["tasks", str(tmp_path), wrong])
     pytest.importorskip("lm_eval.models.huggingface")

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import attention
+import bench_mfu
 from core import parallel
 from core.flops import flops_per_token
 from core.optimizer import build_optimizer
@@ -189,6 +190,14 @@ def test_a_ring_that_a_server_does_not_hold_uses_the_network(context, crosses) -
         assert row["links"]["network"] == pytest.approx(network + crosses * row["sent"]["ring"])
 
 
+def test_faster_products_make_no_step_slower() -> None:
+    """Gathers go while a block waits for its ring."""
+    argv = "--gpus=16", "--context_parallels=8", "--block_size=8192", "--network_gbs=0.05"
+    argv += ("--nvlink_gbs=1",)
+    slow, fast = (rows(*ARGV, *argv, f"--products_tflops={rate}") for rate in (400, 989.4))
+    assert all(one["ms"] <= other["ms"] for one, other in zip(fast, slow))
+
+
 # --- the command ---
 
 
@@ -221,6 +230,8 @@ def test_every_table_says_that_it_is_planned() -> None:
     ("H100 PCIe", 16, "NVIDIA H100 PCIe", 80, "8 x H100", "140 ms"),
     ("nvidia h100", 8, "NVIDIA H100 80GB HBM3", 80, "8 x H100", "140 ms"),
     ("H200", 1, "NVIDIA H200", 141, "1 x H200", "1,068.71 ms"),
+    ("mi300x", 8, "AMD Instinct MI300X", 192, "8 x H200", "143.87 ms"),
+    ("A100 80GB", 8, "NVIDIA A100-SXM4-80GB", 80, "8 x A100", "300 ms"),
     ("a100 40gb", 3, "NVIDIA A100-SXM4-40GB", 40, "4 x A100", "633.40 ms"),
     ("4090", 8, "NVIDIA GeForce RTX 4090", 24, "2 x RTX 4090", "1,191.34 ms")])
 def test_a_part_of_a_name_is_the_usual_gpu_of_it(part, gpus, usual, gb, where, ms) -> None:
@@ -232,6 +243,12 @@ def test_a_part_of_a_name_is_the_usual_gpu_of_it(part, gpus, usual, gb, where, m
     assert row["memory_bytes"] + row["left_bytes"] == pytest.approx(0.95 * gb * 1e9)
     (line,) = (line for line in lines if "Others measured" in line)
     assert where in line and ms in line and text.index("planned: a step, ms") < text.index(line)
+
+
+def test_a_plan_of_muon_says_that_it_is_adamws_with_notes_on_ignored_names(capsys) -> None:
+    argv = ["plan", "--gpu=H200", str(ROOT / "config" / "train_gpt2_muon.py"), "--backend=nccl"]
+    assert bench_mfu.main(argv) == 0 and "backend is ignored" in (said := capsys.readouterr()).err
+    assert "AdamW's, not Muon's" in said.out
 
 
 def test_the_page_has_what_its_command_prints() -> None:

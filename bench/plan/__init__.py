@@ -84,6 +84,7 @@ def run(config: Settings) -> int:
         f"in a micro-batch, {at.dtype}{', gradient checkpointing' if plan.checkpointing else ''}\n"
         f"vocabulary: {vocab_size:,} ({source})"
     )
+    lines += ["optimizer: memory and times are AdamW's, not Muon's"] * (config.optimizer == "muon")
     print(*lines, "formulas, and what they leave out: docs/PLAN.md", sep="\n")
     for n, made in every.items():
         for r in (r for r in made if "why" in r):
@@ -139,7 +140,5 @@ def nearest(at: Cluster, gpu: str, gpus: int) -> str:
 
     rows = (dict(zip(head, anchor)) for anchor in anchors)
     best = min((row for row in rows if row["ms a step"] != "-"), key=distance)
-    return (
-        f"Others measured on {best['GPUs']}: {best['ms a step']} ms, mfu {best['mfu']} "
-        f"({best['code']}; GPT-2 124M, {best['tokens a step']} tokens a step: docs/MEASURE.md)"
-    )
+    of = f"{best['code']}; GPT-2 124M, {best['tokens a step']} tokens a step: docs/MEASURE.md"
+    return f"Others measured on {best['GPUs']}: {best['ms a step']} ms, mfu {best['mfu']} ({of})"

@@ -190,23 +190,24 @@ class Plan:
         again = forward if self.checkpointing else 0.0
         backward = again + linear * 2 / 3 + norms / 2 + scores * 5 / 7
         cost = {name: message.seconds for name, message in self.sent.items()}
+        # K and V overlap the previous chunk's attention; the last dK and dV overlap nothing.
+        keys, gradients = (cost.get(name, 0.0) for name in ("keys", "gradients"))
+        ahead = (N - 1) * max(0, keys - scores * 2 / 7 / N)
+        behind = (N - 1) * max(0, keys + gradients - scores * 5 / 7 / N) + gradients
+        behind += ahead * self.checkpointing
+        exposed = L * m * (ahead + behind)
+        forward, backward = forward + ahead, backward + behind  # other messages go meanwhile
         if self.parallel == "ddp":  # the last bucket is never hidden
             last = self.collective(1, "all-reduce", 4 * self.root).seconds
             total = self.sent["bucket"].times * cost["bucket"]
-            exposed = max(min(last, total), total - L * backward)
+            exposed += max(min(last, total), total - L * backward)
         else:  # a block's all-gather overlaps the previous block, its reduce-scatter the next
             gather, scatter, across = cost["gather"], cost["scatter"], cost["across"]
             each = cost["gather root"] + gather + (L - 1) * max(0, gather - forward)
             back = gather + (L - 1) * max(0, gather - backward)
             reducing = gather + (L - 1) * max(0, gather + scatter - backward, across - backward)
             ends = scatter + across + cost["scatter root"] + cost["across root"]
-            exposed = m * each + (m - 1) * back + reducing + ends
-        if N > 1:
-            # K and V overlap the previous chunk's attention; the last dK and dV overlap nothing.
-            keys, gradients = cost["keys"], cost["gradients"]
-            ahead = (1 + self.checkpointing) * (N - 1) * max(0, keys - scores * 2 / 7 / N)
-            behind = (N - 1) * max(0, keys + gradients - scores * 5 / 7 / N) + gradients
-            exposed += L * m * (ahead + behind)
+            exposed += m * each + (m - 1) * back + reducing + ends
         return sum(s.values()) + L * m * again, exposed
 
     def row(self) -> Json:
