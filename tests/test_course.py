@@ -66,6 +66,7 @@ MARKS = [  # a file, name, line, figure, option that is not there; values withou
     'code: model.py GPT from "no such" to "line" -->\n<!-- end', "figure: musk -->\n<!-- end",
     *(f"figure: {words} -->\n<!-- end" for words in (
         "mask --Tz=1", "mask Tq=3", "mask --Tq=many", "mask --window=0", "mask --segments=(1,2)",
+        "mask --Tk=3 --segments=(0,0,1)", "rope --pairs=(-1,)", "memory --T=()", "traffic --sizes=0",
         "online --block=0", "one_query --q=(1,2)", "ring_work --T=100 --N=8", "rope --D=64")),
 ]
 
