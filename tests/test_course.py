@@ -66,7 +66,7 @@ MARKS = [  # a file, name, line, figure, option that is not there; values withou
     'code: model.py GPT from "no such" to "line" -->\n<!-- end', "figure: musk -->\n<!-- end",
     *(f"figure: {words} -->\n<!-- end" for words in (
         "mask --Tz=1", "mask Tq=3", "mask --Tq=many", "mask --window=0", "mask --segments=(1,2)",
-        "mask --Tk=3 --segments=(0,0,1)", "rope --pairs=(-1,)", "memory --T=()", "traffic --sizes=0",
+        "mask --Tk=3 --segments=(0,0,1)", "rope --pairs=(-1,)", "memory --T=()", "scale --T=0",
         "online --block=0", "one_query --q=(1,2)", "ring_work --T=100 --N=8", "rope --D=64")),
 ]
 
@@ -267,6 +267,11 @@ ANSWERS = [  # exercise, answer, a part of the verdict
         "    top = S.max(1, keepdim=True).values\n"
         "    P, r = (S - top).exp(), (m - top).exp()\n"
         "    return top, r * l + P.sum(1, keepdim=True), r * O + P @ V", "all blocks so far"),
+    (3, exercise("3").right.replace("~seen", "~torch.ones_like(seen).tril(len(k) - len(q))"),
+     "a window"),
+    (7.1, exercise("7.1").right.replace(", mask=d < D", ""), "a store outside Y"),
+    (10, exercise("10").right.replace("torch.exp(x - both)", "torch.sigmoid(2 * x - L - L_new)"),
+     "right"),
     (5, exercise("5").right + """
 right, kept = forward, []
 def load_and_keep(load):

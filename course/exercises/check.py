@@ -101,7 +101,7 @@ def cause(e: BaseException) -> str:
 def load(path: Path, names: list[str]) -> ModuleType:
     module = ModuleType("answer")
     module.__file__ = str(path)
-    exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), module.__dict__)
+    exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
     for name in names:
         assert callable(getattr(module, name, None)), f"{path.name} must define {name}()"
     return module
@@ -151,7 +151,7 @@ def same(got: object, want: Tensor, what: str, case: str = "") -> None:
     if wrong := torch.nonzero(~close(got, want)).tolist():
         at = tuple(wrong[0])
         place = f"{what}{list(at)}" if at else what
-        says = f"{place} is {got[at].item():.4g}, expected {want[at].item():.4g}"
+        says = f"{place} is {got[at].item():.6g}, expected {want[at].item():.6g}"
         raise Wrong(says, case, got)
 
 
