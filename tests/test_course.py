@@ -256,7 +256,7 @@ ANSWERS = [  # exercise, answer, a part of the verdict
     (1, "def attend(q, K, V): ...", "softmax"),
     (1, "def softmax(s)\n", "SyntaxError"),
     (1, "import nothing_of_this_name", "nothing_of_this_name"),
-    (1, "raise SystemExit(3)", "SystemExit"),
+    *((1, f"raise {stop}", stop) for stop in ("SystemExit", "KeyboardInterrupt")),
     (1, "import time\nwhile True: time.sleep(0.01)", "0.2 s"),
     (3, "def attention(q, k, v, seen):\n"
         "    return torch.nn.functional.scaled_dot_product_attention(q, k, v)", "was called"),
@@ -297,7 +297,7 @@ def test_a_class_is_graded(tmp_path, capsys) -> None:
         "bob/mine.py": exercise("1").right, "bob/answer1-old.py": "", "bob/.saved/answer2.py": "",
         "bob/answer1.py": "print('loss: ', end='')\nfrom mine import attend, softmax",
         "bob/answer4.py": "import os\nprint('exercise 4: right', flush=True)\nos._exit(0)",
-        "cy/notes.txt": "",
+        "cy/notes.txt": "", ".git/config": "",
     }.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text, encoding="utf-8")

@@ -58,7 +58,7 @@ def failure(exercise: Exercise, answer: Path | ModuleType) -> BaseException | No
     error: BaseException | None = None
     try:
         exercise.check(load(answer, exercise.names) if isinstance(answer, Path) else answer)
-    except (Exception, SystemExit) as e:
+    except BaseException as e:  # of its thread
         error = e
     for place, old in before:
         for name in (n for n in old if callable(new := vars(place).get(n)) and new is not old[n]):
