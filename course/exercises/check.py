@@ -32,9 +32,7 @@ class Wrong(AssertionError):
         self.case, self.value = case or message, value
 
 
-def examine(
-    exercise: Exercise, answer: Path | ModuleType, seconds: float = 60.0
-) -> str | None:
+def examine(exercise: Exercise, answer: Path | ModuleType, seconds: float = 60.0) -> str | None:
     """None, or the first error of a Python file or module."""
     if exercise.number.startswith("7.") and find_spec("triton") is None:
         return "this exercise needs the package triton: pip install triton"
@@ -130,12 +128,9 @@ def compare(function: Callable[..., object], inputs: Collection[object],
             wanted: dict[str, Tensor], case: str) -> None:
     """Raise Wrong unless the function, with copies of the inputs, returns `wanted`."""
     got = function(*(x.clone() if isinstance(x, Tensor) else x for x in inputs))
-    if len(wanted) > 1:
-        values = got if isinstance(got, (tuple, list)) else ()
-        n = len(wanted)
-        assert len(values) == n, f"{function.__name__}() must return {n} values"
-    else:
-        values = (got,)
+    n, several = len(wanted), got if isinstance(got, (tuple, list)) else ()
+    values = several if n > 1 else (got,)
+    assert len(values) == n, f"{function.__name__}() must return {n} values"
     for value, (name, want) in zip(values, wanted.items()):
         same(value, want, name, case)
 
