@@ -66,6 +66,7 @@ MARKS = [  # a file, name, line, figure, option that is not there; values withou
     'code: model.py GPT from "no such" to "line" -->\n<!-- end', "figure: musk -->\n<!-- end",
     *(f"figure: {words} -->\n<!-- end" for words in (
         "mask --Tz=1", "mask Tq=3", "mask --Tq=many", "mask --window=0", "mask --segments=(1,2)",
+        "mask --Tk=3 --segments=(0,0,1)", "rope --pairs=(-1,)", "memory --T=()", "scale --T=0",
         "online --block=0", "one_query --q=(1,2)", "ring_work --T=100 --N=8", "rope --D=64")),
 ]
 
@@ -255,7 +256,7 @@ ANSWERS = [  # exercise, answer, a part of the verdict
     (1, "def attend(q, K, V): ...", "softmax"),
     (1, "def softmax(s)\n", "SyntaxError"),
     (1, "import nothing_of_this_name", "nothing_of_this_name"),
-    (1, "raise SystemExit(3)", "SystemExit"),
+    *((1, f"raise {stop}", stop) for stop in ("SystemExit", "KeyboardInterrupt")),
     (1, "import time\nwhile True: time.sleep(0.01)", "0.2 s"),
     (3, "def attention(q, k, v, seen):\n"
         "    return torch.nn.functional.scaled_dot_product_attention(q, k, v)", "was called"),
@@ -266,6 +267,11 @@ ANSWERS = [  # exercise, answer, a part of the verdict
         "    top = S.max(1, keepdim=True).values\n"
         "    P, r = (S - top).exp(), (m - top).exp()\n"
         "    return top, r * l + P.sum(1, keepdim=True), r * O + P @ V", "all blocks so far"),
+    (3, exercise("3").right.replace("~seen", "~torch.ones_like(seen).tril(len(k) - len(q))"),
+     "a window"),
+    (7.1, exercise("7.1").right.replace(", mask=d < D", ""), "a store outside Y"),
+    (10, exercise("10").right.replace("torch.exp(x - both)", "torch.sigmoid(2 * x - L - L_new)"),
+     "right"),
     (5, exercise("5").right + """
 right, kept = forward, []
 def load_and_keep(load):
@@ -291,7 +297,7 @@ def test_a_class_is_graded(tmp_path, capsys) -> None:
         "bob/mine.py": exercise("1").right, "bob/answer1-old.py": "", "bob/.saved/answer2.py": "",
         "bob/answer1.py": "print('loss: ', end='')\nfrom mine import attend, softmax",
         "bob/answer4.py": "import os\nprint('exercise 4: right', flush=True)\nos._exit(0)",
-        "cy/notes.txt": "",
+        "cy/notes.txt": "", ".git/config": "",
     }.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text, encoding="utf-8")

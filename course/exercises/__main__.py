@@ -70,7 +70,8 @@ def grade(folder: Path) -> dict[str, dict[str, object]]:
     """{student: {"points": right answers, "of": exercises, "answers": {number: result}}}."""
     if not folder.is_dir():
         raise UserError(f"no such folder: {str(folder)!r}; {USAGE}")
-    found: dict[str, dict[str, str]] = {p.name: {} for p in sorted(folder.iterdir()) if p.is_dir()}
+    students = (p.name for p in sorted(folder.glob("[!.]*")) if p.is_dir())
+    found: dict[str, dict[str, str]] = {name: {} for name in students}
     # answer1.py before answer1_old.py.
     for path in sorted(folder.rglob("*.py"), key=lambda p: (p.parent, len(p.name), p.name)):
         folders = path.relative_to(folder).parts[:-1]

@@ -32,9 +32,7 @@ class Wrong(AssertionError):
         self.case, self.value = case or message, value
 
 
-def examine(
-    exercise: Exercise, answer: Path | ModuleType, seconds: float = 60.0
-) -> str | None:
+def examine(exercise: Exercise, answer: Path | ModuleType, seconds: float = 60.0) -> str | None:
     """None, or the first error of a Python file or module."""
     if exercise.number.startswith("7.") and find_spec("triton") is None:
         return "this exercise needs the package triton: pip install triton"
@@ -58,7 +56,7 @@ def failure(exercise: Exercise, answer: Path | ModuleType) -> BaseException | No
     error: BaseException | None = None
     try:
         exercise.check(load(answer, exercise.names) if isinstance(answer, Path) else answer)
-    except (Exception, SystemExit) as e:
+    except BaseException as e:  # of its thread
         error = e
     for place, old in before:
         for name in (n for n in old if callable(new := vars(place).get(n)) and new is not old[n]):
@@ -101,7 +99,7 @@ def cause(e: BaseException) -> str:
 def load(path: Path, names: list[str]) -> ModuleType:
     module = ModuleType("answer")
     module.__file__ = str(path)
-    exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), module.__dict__)
+    exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
     for name in names:
         assert callable(getattr(module, name, None)), f"{path.name} must define {name}()"
     return module
@@ -130,12 +128,9 @@ def compare(function: Callable[..., object], inputs: Collection[object],
             wanted: dict[str, Tensor], case: str) -> None:
     """Raise Wrong unless the function, with copies of the inputs, returns `wanted`."""
     got = function(*(x.clone() if isinstance(x, Tensor) else x for x in inputs))
-    if len(wanted) > 1:
-        values = got if isinstance(got, (tuple, list)) else ()
-        n = len(wanted)
-        assert len(values) == n, f"{function.__name__}() must return {n} values"
-    else:
-        values = (got,)
+    n, several = len(wanted), got if isinstance(got, (tuple, list)) else ()
+    values = several if n > 1 else (got,)
+    assert len(values) == n, f"{function.__name__}() must return {n} values"
     for value, (name, want) in zip(values, wanted.items()):
         same(value, want, name, case)
 
@@ -151,7 +146,7 @@ def same(got: object, want: Tensor, what: str, case: str = "") -> None:
     if wrong := torch.nonzero(~close(got, want)).tolist():
         at = tuple(wrong[0])
         place = f"{what}{list(at)}" if at else what
-        says = f"{place} is {got[at].item():.4g}, expected {want[at].item():.4g}"
+        says = f"{place} is {got[at].item():.6g}, expected {want[at].item():.6g}"
         raise Wrong(says, case, got)
 
 

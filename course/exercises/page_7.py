@@ -17,7 +17,7 @@ from course.exercises.check import causal, draws, reference, same
 if not torch.cuda.is_available() and "triton" not in sys.modules:
     os.environ["TRITON_INTERPRET"] = "1"
 
-GUARD = 64  # rows of NaN before and after each tensor
+GUARD = 64  # rows before and after each tensor
 D = 64
 TAU = 1 / math.sqrt(D)
 BLOCKS = {"D": D, "BLOCK_M": 16, "BLOCK_N": 32}
@@ -27,7 +27,7 @@ LOG2E = math.log2(math.e)
 def run(answer: ModuleType, name: str, grid: tuple[int, ...], tensors: dict[str, Tensor],
         want: dict[str, Tensor], *numbers: float, **sizes: int) -> None:
     """Call kernel `name`, with zeros for `want`. Raises AssertionError unless it writes `want`, and
-    only there: NaN surrounds each tensor."""
+    only there: NaN or, for `want`, inf surrounds each tensor."""
     kernel = getattr(answer, name)
     assert hasattr(kernel, "run"), f"{name} needs the decorator @triton.jit"
     shapes = (f"{what} {tuple(x.shape)}" for what, x in tensors.items())
@@ -35,14 +35,15 @@ def run(answer: ModuleType, name: str, grid: tuple[int, ...], tensors: dict[str,
     device = "cuda" if torch.cuda.is_available() else "cpu"
     guarded = {}
     for what, x in (tensors | {what: torch.zeros_like(x) for what, x in want.items()}).items():
-        guarded[what] = x.new_full((len(x) + 2 * GUARD, *x.shape[1:]), torch.nan).to(device)
+        edge = torch.nan if what in tensors else torch.inf  # loads past an end give NaN
+        guarded[what] = x.new_full((len(x) + 2 * GUARD, *x.shape[1:]), edge).to(device)
         guarded[what][GUARD:-GUARD] = x
     kernel[grid](*(x[GUARD:-GUARD] for x in guarded.values()), *numbers, **sizes)
     for what, x in want.items():
         same(guarded[what][GUARD:-GUARD].cpu(), x, what, case)
     for what, x in guarded.items():
-        outside = torch.cat([x[:GUARD], x[-GUARD:]])
-        assert outside.isnan().all(), f"a store outside {what}, {case}: use mask="
+        kept = (torch.isnan if what in tensors else torch.isinf)(torch.cat([x[:GUARD], x[-GUARD:]]))
+        assert kept.all(), f"a store outside {what}, {case}: use mask="
 
 
 def rising(seed: int, Tq: int, Tk: int, size: float) -> list[Tensor]:
@@ -77,7 +78,7 @@ SOFTMAX = [
 
 def softmax(answer: ModuleType) -> None:
     for Tq, Tk, BLOCK_N, size in ((3, 8, 8, 1), (5, 11, 16, 1), (4, 33, 64, 1000)):
-        s = size * draws(Tk, (Tq, Tk))[0] - 4
+        s = size * (draws(Tk, (Tq, Tk))[0] - 4 * torch.arange(Tq)[:, None])
         run(answer, "softmax", (Tq,), {"S": s}, {"P": s.softmax(1)}, Tk, BLOCK_N=BLOCK_N)
 
 

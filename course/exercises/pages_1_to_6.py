@@ -38,7 +38,7 @@ def lookup(answer: ModuleType) -> None:
 
 MASKS: list[tuple[int, int, int | None, list[int] | None]] = [  # Tq, Tk, window, segments
     (3, 3, None, None), (3, 5, None, None), (5, 3, None, None), (4, 4, 2, None), (3, 6, 2, None),
-    (4, 4, None, [0, 0, 1, 1]), (4, 6, 3, [0, 0, 0, 0, 1, 1]),
+    (4, 4, None, [0, 0, 1, 1]), (4, 6, 3, [1, 1, 1, 1, 0, 0]),
 ]
 MASK = [
     ("[:, None] + Tk - Tq", "[:, None]", "Query i stands at position i + Tk - Tq"),
@@ -67,7 +67,7 @@ def mask(answer: ModuleType) -> None:
 
 HEADS = {  # H, Hkv, seen
     "a causal mask": (2, 2, torch.ones(3, 3).tril().bool()),
-    "fewer queries than keys": (1, 1, torch.ones(2, 5).tril(3).bool()),
+    "a window": (1, 1, torch.ones(2, 5).tril(3).triu(1).bool()),
     "4 query heads, 2 key/value heads": (4, 2, torch.ones(3, 3).tril().bool()),
     "a query that sees no key": (4, 2, torch.ones(4, 3).tril(-1).bool()),
 }

@@ -3,7 +3,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-Numbers = Sequence[float]
+from core.settings import Size
+
+Numbers = tuple[float, ...]
+Sizes = tuple[Size, ...]
 Row = Mapping[Any, object]  # title of a column -> cell
 
 
@@ -29,7 +32,7 @@ def drawing(*lines: str) -> str:
     return "\n".join(["```text", *(line.rstrip() for line in lines), "```"])
 
 
-def listed(x: Numbers) -> str:
+def listed(x: Sequence[float]) -> str:
     return ", ".join(f"{n:g}" for n in x)
 
 

@@ -11,8 +11,10 @@ import ast
 import inspect
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import get_type_hints
 
-from core.settings import UserError, exit_on_user_error
+from core.settings import UserError, check, exit_on_user_error, user_errors
 from course.figures import pages_1_to_5, pages_6_to_11
 
 # A function whose arguments all have defaults.
@@ -40,20 +42,19 @@ def draw(words: Sequence[str]) -> str:
     if name not in FIGURES:
         raise UserError(f"no figure {name!r}; there are {', '.join(FIGURES)}")
     known = inspect.signature(FIGURES[name]).parameters
-    options = {}
+    hints, options = get_type_hints(FIGURES[name], include_extras=True), {}
     for word in rest:
         key, equals, value = word.removeprefix("--").partition("=")
         if not word.startswith("--") or not equals or key not in known:
             takes = ", ".join(f"--{p.name}={p.default}" for p in known.values()) or "no options"
             raise UserError(f"{name} takes {takes}; got {word}")
-        try:
-            options[key] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
-            raise UserError(f"--{key} must be a number, a list or None, got {value}") from None
-        is_size = not isinstance(known[key].default, float)
-        if is_size and isinstance(options[key], int) and options[key] < 1:
-            raise UserError(f"{name} takes {key} at least 1, got {value}")
-    return FIGURES[name](**options)
+        with suppress(Exception):  # a name of a GPU
+            value = ast.literal_eval(value)
+        options[key] = check(hints[key], value, f"--{key}", strict=False)
+        if options[key] == ():
+            raise UserError(f"--{key}: expected at least one number, got {value}")
+    with user_errors():
+        return FIGURES[name](**options)
 
 
 if __name__ == "__main__":

@@ -7,15 +7,14 @@ with M bytes on chip (Dao et al. 2022, arXiv 2205.14135).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from attention import BACKENDS, Spec, manual, masks, tiled
-from core.settings import UserError
-from course.figures import Numbers, drawing, figure, listed, megabytes, of, table
+from core.settings import Size, UserError
+from course.figures import Numbers, Sizes, drawing, figure, listed, megabytes, of, table
 
 ITEM = 4  # bytes
 Moved = tuple[int, int]  # bytes read from and written to main memory
@@ -65,7 +64,7 @@ def manual_bytes(T: int, D: int) -> Moved:
 
 def one_query(
     q: Numbers = (2, 0, 1, 1),
-    keys: Sequence[Numbers] = ((2, 0, 1, 1), (1, 2, 0, 0), (0, 1, 2, 0), (-2, 0, 0, 1)),
+    keys: tuple[Numbers, ...] = ((2, 0, 1, 1), (1, 2, 0, 0), (0, 1, 2, 0), (-2, 0, 0, 1)),
     values: Numbers = (10, 20, 30, 40),
 ) -> str:
     """Page 1: scores, weights and output of one query; a value is one number."""
@@ -91,7 +90,7 @@ def one_query(
     return f"q = `{listed(q)}` ({sizes})\n\n{table(rows)}\n\nout = {sums} = **{out:.2f}**"
 
 
-def scale(T: int = 64, queries: int = 200) -> str:
+def scale(T: Size = 64, queries: Size = 200) -> str:
     """Page 1: the effect of dividing by sqrt(D), for normally distributed q and k."""
     rows = []
     for D in (4, 16, 64, 256):
@@ -106,12 +105,11 @@ def scale(T: int = 64, queries: int = 200) -> str:
     return figure(of("float64", "D in the first column", B=queries, Tq=1, Tk=T), rows)
 
 
-def mask(
-    Tq: int = 4, Tk: int = 4, window: int | None = None, segments: Sequence[int] | None = None
-) -> str:
+def mask(Tq: Size = 4, Tk: Size = 4, window: Size | None = None,
+         segments: tuple[int, ...] | None = None) -> str:
     """Page 2: the mask, by visible(). --segments="(0, 0, 1, 1)"."""
-    if segments is not None and len(segments) != Tk:
-        raise UserError(f"segments must be Tk = {Tk} numbers, got {len(segments)}")
+    if segments is not None and not Tq <= len(segments) == Tk:
+        raise UserError(f"segments must be Tk = {Tk} numbers, at least Tq, got {len(segments)}")
     seg = None if segments is None else torch.tensor([segments])
     seen = masks.mask(Tq, Tk, window, seg, torch.device("cpu"))[0, 0]
     wide = len(str(Tk - 1)) + 2
@@ -123,12 +121,12 @@ def mask(
     return drawing(*lines)
 
 
-def memory(T: Sequence[int] = (512, 1024, 2048, 4096), D: int = 64) -> str:
+def memory(T: Sizes = (512, 1024, 2048, 4096), D: Size = 64) -> str:
     """Page 3: memory that one head keeps for the backward pass, float32, by autograd's hooks."""
     rows = [{
         "T": f"{n:,}", "Q, K, V and O": megabytes(4 * 4 * n * D), "P": megabytes(4 * n**2),
         **{f"`{name}` keeps": megabytes(kept(name, n, D)) for name in ("manual", "tiled")},
-    } for n in ((T,) if isinstance(T, int) else T)]
+    } for n in T]
     return figure(of("float32", "T in the first column", B=1, H=1, D=D), rows)
 
 
@@ -146,10 +144,8 @@ def kept(name: str, T: int, D: int) -> int:
     return sum(sizes.values())
 
 
-def online(scores: Numbers = (1, 3, 2, 5, 4, 0), block: int = 2) -> str:
+def online(scores: Numbers = (1, 3, 2, 5, 4, 0), block: Size = 2) -> str:
     """Page 4: one row of scores, a block at a time, by forward_tiles()."""
-    if not scores:
-        raise UserError("online needs a score")
     T = len(scores)
     # D = 1 and q = 1: scores are keys.
     q = torch.ones(1, 1, 1, 1, dtype=torch.float64)
@@ -174,9 +170,8 @@ def online(scores: Numbers = (1, 3, 2, 5, 4, 0), block: int = 2) -> str:
     ))
 
 
-def tiles(
-    Tq: int = 64, Tk: int = 64, B_r: int = 8, B_c: int = 8, window: int | None = None, D: int = 64
-) -> str:
+def tiles(Tq: Size = 64, Tk: Size = 64, B_r: Size = 8, B_c: Size = 8, window: Size | None = None,
+          D: Size = 64) -> str:
     """Page 5: which tiles are visited, and the bytes of one head in float32, by the trace."""
     trace = traced(Spec(1, 1, D, "float32", window=window), Tq, Tk, B_r, B_c)
     rows, cols = range(len(tiled.blocks(Tq, B_r))), range(len(tiled.blocks(Tk, B_c)))
@@ -197,7 +192,7 @@ def tiles(
     return f"{drawing(*lines)}\n\n{below}"
 
 
-def traffic(T: int = 1024, D: int = 64, sizes: Sequence[int] = (16, 32, 64, 128, 256)) -> str:
+def traffic(T: Size = 1024, D: Size = 64, sizes: Sizes = (16, 32, 64, 128, 256)) -> str:
     """Page 5: bytes moved by one head against the fast memory that a tile needs, by the trace."""
     moved = [*map(megabytes, manual_bytes(T, D))]
     cells = [("`manual`, in three passes", "", "", *moved, "")]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
+from typing import Annotated, Literal
 
 import torch
+from pydantic import Field, NonNegativeInt, PositiveFloat
 from torch.utils.flop_counter import FlopCounterMode
 
 from attention import BACKENDS, Ring, Spec, visible
@@ -16,16 +17,17 @@ from bench import plan as planned
 from bench import tables
 from bench.plan import Cluster, Plan
 from core import flops
-from core.settings import UserError
-from course.figures import Row, figure, of, table
+from core.settings import Size, UserError
+from course.figures import Row, Sizes, figure, of, table
 from course.figures.pages_1_to_5 import trace_of
 from model import GPTConfig, rope_rates, rotate
 
 H200 = Cluster("bfloat16", flops.Peak(989.4, "datasheet"), 989.4, 4.8e12, 141e9, 8, 450e9, 50e9)
+Servers = Annotated[int, Field(gt=0, multiple_of=H200.node)]
 WAYS = [("ddp", 1), ("fsdp", 1), ("hybrid", 1), ("fsdp", 8)]
 
 
-def backward_flops(T: int = 512, D: int = 64) -> str:
+def backward_flops(T: Size = 512, D: Size = 64) -> str:
     """Page 6: FLOPs of one head by PyTorch's counter, in T * T * D."""
     masked = [wholly_masked(I, J, 0, None) for I in blocks(T, BLOCK_M) for J in blocks(T, BLOCK_N)]
     visits = {"manual": "all", "tiled": f"{masked.count(False)} of {len(masked)}"}
@@ -42,7 +44,7 @@ def backward_flops(T: int = 512, D: int = 64) -> str:
     return figure(of("float32", B=1, H=1, T=T, D=D), rows)
 
 
-def lazy_rescaling(T: int = 1024, D: int = 64, threshold: float = 8.0) -> str:
+def lazy_rescaling(T: Size = 1024, D: Size = 64, threshold: float = 8.0) -> str:
     """Page 8: number of rescalings of a row of O, always or only past a threshold."""
     if T <= BLOCK_N or threshold < 0:
         raise UserError(f"T must be more than {BLOCK_N}, one tile, and the threshold at least 0")
@@ -78,7 +80,7 @@ def ring_of(N: int) -> list[Ring]:
     return ring
 
 
-def ring_rounds(N: int = 4) -> str:
+def ring_rounds(N: Size = 4) -> str:
     """Page 10: the chunks whose keys and values are in each process at each step."""
     rows = []
     for process in ring_of(N):
@@ -89,7 +91,7 @@ def ring_rounds(N: int = 4) -> str:
     return figure(f"Chunks of T / {2 * N} positions, for any dtype, T, B and D", rows)
 
 
-def ring_work(N: int = 4, T: int = 1024, window: int | None = None) -> str:
+def ring_work(N: Size = 4, T: Size = 1024, window: Size | None = None) -> str:
     """Page 10: each process's share of the visible pairs at each step, contiguous and zigzag."""
     if T % (2 * N):
         raise UserError(f"T must be a multiple of 2 N = {2 * N}, got {T}")
@@ -114,8 +116,8 @@ def ring_work(N: int = 4, T: int = 1024, window: int | None = None) -> str:
 
 
 def ring_hides(
-    tokens: Sequence[int] = (512, 1024, 2048, 4096, 16384), H: int = 32, Hkv: int = 8, D: int = 128,
-    itemsize: int = 2, gpu: str = "NVIDIA H200", links: Sequence[float] = (450, 50),
+    tokens: Sizes = (512, 1024, 2048, 4096, 16384), H: Size = 32, Hkv: Size = 8, D: Size = 128,
+    itemsize: Size = 2, gpu: str = "NVIDIA H200", links: tuple[PositiveFloat, ...] = (450, 50),
 ) -> str:
     """Page 10: lower bounds of a step's computation and communication; links in GB/s."""
     peak = flops.datasheet_peak(gpu, "bfloat16")
@@ -149,9 +151,9 @@ def ring_hides(
 
 
 def rope(
-    pairs: Sequence[int] = (0, 16, 36, 63), D: int = 128, theta: float = 500000.0,
+    pairs: tuple[NonNegativeInt, ...] = (0, 16, 36, 63), D: Size = 128, theta: float = 500000.0,
     scaling: tuple[float, float, float, int] | None = (8, 1, 4, 8192),
-    distances: Sequence[int] = (1, 16, 256, 4096), at: int = 1000,
+    distances: tuple[int, ...] = (1, 16, 256, 4096), at: int = 1000,
 ) -> str:
     """Page 11: tokens in which a pair of channels turns once, and its score against distance."""
     if max(pairs) >= D // 2:
@@ -172,7 +174,7 @@ def rope(
     return figure(of("float32", "for any B and T", D=D), rows)
 
 
-def plan(what: int = 1, T: int = 8192, gpus: int = 16) -> str:
+def plan(what: Literal[1, 2, 3] = 1, T: Size = 8192, gpus: Servers = 16) -> str:
     """docs/PLAN.md: 1 memory, 2 bytes sent, 3 time, of GPT-2 124M on H200s."""
     model = GPTConfig(block_size=T, bias=False)
     job = Plan(model, H200, 4 * gpus, 4, residual=2)
@@ -180,7 +182,7 @@ def plan(what: int = 1, T: int = 8192, gpus: int = 16) -> str:
     return tables.markdown(planned.sections(rows)[what - 1][1])
 
 
-def saved(T: int = 8192) -> str:
+def saved(T: Size = 8192) -> str:
     """docs/PLAN.md: bytes that a token of GPT-2 124M leaves for the backward pass."""
     rows = []
     for dtype, residual in (("float32", 4), ("bfloat16", 2)):

@@ -22,6 +22,7 @@ from typing import Literal
 import torch
 from pydantic import PositiveFloat, PositiveInt
 
+from attention import check_name
 from core.files import refuse_link, write_at_once
 from core.settings import UserError, check_fields, did_you_mean, exit_on_user_error, read
 from course import figures
@@ -56,6 +57,7 @@ class LabConfig:
         for name in {*self.variants} - VARIANTS.keys():
             near = did_you_mean(name, VARIANTS) or f"; known: {', '.join(VARIANTS)}"
             raise UserError(f"--variants: unknown {name!r}{near}")
+        check_name(self.attention_backend)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -68,8 +70,7 @@ def main(argv: Sequence[str]) -> int:
     if path.exists():
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["settings"] != how:
-            says = f"{path} is of {content['settings']}, not of {how}; use another --out_dir"
-            raise UserError(says)
+            raise UserError(f"{path} is of {content['settings']}, not of {how}; change --out_dir")
     path.parent.mkdir(parents=True, exist_ok=True)
     refuse_link(path)  # before minutes of training
     try:
@@ -84,11 +85,11 @@ def run(config: LabConfig, content: Json, path: Path) -> None:
     """Train what is missing, then measure the speed alone."""
     began = time.perf_counter()
     done = {(row["variant"], row["task"], row["seed"]) for row in content["rows"]}
-    jobs = [
+    jobs = [*dict.fromkeys(
         training.Job(name, task, seed, config.scale, config.data_dir, config.attention_backend)
         for seed in range(config.seeds) for name in config.variants for task in config.tasks
         if task != "speed" and (name, task, seed) not in done
-    ]
+    )]
     # A fork would copy torch's threads.
     pool = multiprocessing.get_context("spawn").Pool(config.workers, training.start_worker)
     with pool:  # Ctrl-C ends the trainings
@@ -122,12 +123,11 @@ def table(content: Json) -> str:
         own = [row for row in content["rows"] if row["variant"] == name]
         recall = [row["recalled"] for row in own if "recalled" in row]
         kept = f"{cost['cached']:,.0f}" if name != "delta" else f"0 ({cost['state']:,.0f} in all)"
-        speed = content["speed"].get(name)
         rows.append({
             "variant": TITLES[name], "cache, bytes a token": kept,
             "MFLOP a token": f"{cost['flops'] / 1e6:.2f}", "parameters": f"{cost['parameters']:,}",
             "loss": spread((row["loss"] for row in own if "loss" in row), ".3f"),
-            "tokens/s": "" if speed is None else f"{speed:,.0f}",
+            "tokens/s": f"{speed:,.0f}" if (speed := content["speed"].get(name)) else "",
             **{f"{pairs} pairs": spread((r[str(pairs)] for r in recall), ".0%")
                for pairs, _ in LEVELS},
         })
