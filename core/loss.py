@@ -54,7 +54,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         product_rows = 512 if x.device.type == "cpu" and dtype == torch.bfloat16 else rows
         wide = torch.promote_types(dtype, torch.float32)
         x_, w = x.to(dtype), weight.to(dtype)
-        counted = targets != IGNORE  # (N,)
+        counted = (targets != IGNORE).view(N)  # (N,)
         target = targets.masked_fill(~counted, 0)[:, None]  # (N, 1)
         dx = torch.empty_like(x_) if want_grad else None
         dw = torch.zeros_like(w) if want_grad and not N else None

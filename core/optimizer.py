@@ -230,7 +230,7 @@ def update(optimizer: torch.optim.AdamW, scaler: torch.amp.GradScaler, loss: Ten
     grads = [p.grad for p in params]
     norm = whole(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads))))
     found_inf.copy_(torch.maximum(found_inf, (~(loss.isfinite() & norm.isfinite())).float()))
-    divisor = (norm / clip).clamp(min=1.0) if clip else None
+    divisor = (norm / clip).clamp(min=1.0).float() if clip else None
     if optimizer.defaults["fused"]:
         optimizer.grad_scale, optimizer.found_inf = divisor, found_inf  # type: ignore[attr-defined]
         optimizer.step()

@@ -34,6 +34,8 @@ def load(source: str | Path, *, which: str = "latest", dataset: str | None = Non
     dataset, device, dtype, weights: options of sample.py; changes: GPTConfig fields.
     """
     source = str(source)
+    if which not in ("latest", "best") or weights not in ("dtype", "int8"):
+        raise UserError(f"unknown {which=} (latest, best) or {weights=} (dtype, int8)")
     setup = Setup(pick_device(device), TrainConfig(dtype=dtype, compile=False))
     if which == "best":
         named = printable(source)
@@ -62,10 +64,9 @@ def _tokenizer(source: str, vocab_size: int, dataset: str | None) -> data.Tokeni
         tokenizer = data.GPT2Tokenizer() if meta is None else data.from_meta(meta)
     if tokenizer.vocab_size > vocab_size:
         of = printable(dataset) if meta else "GPT-2"
-        raise UserError(
-            f"{printable(source)} has a vocabulary of {vocab_size} tokens, the tokenizer of {of} "
-            f"has {tokenizer.vocab_size}: name its dataset, as --dataset=shakespeare_char"
-        )
+        has = f"a vocabulary of {vocab_size} tokens, the tokenizer of {of} has"
+        how = "name its dataset, as --dataset=shakespeare_char"
+        raise UserError(f"{printable(source)} has {has} {tokenizer.vocab_size}: {how}")
     if meta is None and not fits(data.GPT2Tokenizer.vocab_size, vocab_size):
         log.warning(f"{printable(source)} has no tokenizer: using GPT-2's (--dataset sets another)")
     return tokenizer

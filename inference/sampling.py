@@ -71,6 +71,8 @@ class Options:
         for c in given if isinstance(given, list | tuple) else [given]:
             if not isinstance(c, Automaton | None):
                 raise ValueError(f"constraint: expected regex(pattern, tokenizer), got {c!r:.60}")
+            if c and (n := len(c.token_class)) != getattr(self.tokenizer, "vocab_size", n):
+                raise ValueError(f"constraint: of a tokenizer of {n} tokens, not the model's")
         if self.tokenizer is not None and self.vocab_size is None:
             self.vocab_size = self.tokenizer.vocab_size
             self.unused = [*self.unused, *self.tokenizer.unused]
@@ -219,8 +221,8 @@ class Draw(NamedTuple):
 
     @classmethod
     def by(cls, options: Options, device: torch.device) -> Draw:
-        def tensor(value: float) -> Tensor:  # lower: 0 in float32
-            return torch.tensor(max(1e-20, value), device=device)
+        def tensor(value: float) -> Tensor:  # beyond: 0 or infinity in float32
+            return torch.tensor(min(max(1e-20, value), 1e30), device=device)
 
         top_p = None if options.top_p in (None, 1) else tensor(options.top_p)
         unused = torch.tensor(options.unused, device=device) if options.unused else None

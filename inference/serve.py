@@ -152,10 +152,8 @@ class Scheduler:
         drawn = [(row, values) for row, values in zip(rows, tokens()) if not row.ended]
         for row, (token, *over) in drawn:
             if token == INVALID:
-                raise UserError(
-                    f"no token can follow text {row.index}: the logits of the model or of a "
-                    "logits_processor contain NaN, or all are -infinity"
-                )
+                why = "the logits of the model or of a logits_processor contain NaN, or all are"
+                raise UserError(f"no token can follow text {row.index}: {why} -infinity")
             row.new.append(token)
             row.ended = any(over) or len(row.new) == row.room or row.stops()
         self._leave()
@@ -188,11 +186,9 @@ class Scheduler:
             for slot, row in enumerate(coming):
                 self._begin(row, slot)
         if self.waiting and not self.rows:
-            row = self.waiting[0]
-            raise UserError(
-                f"prompt {row.index} ({len(row.prompt)} tokens, {row.room} new ones) needs more "
-                f"than the {self.stats.all_pages} pages of the pool: raise n_pages"
-            )
+            row, n = self.waiting[0], self.stats.all_pages
+            needs = f"prompt {row.index} ({len(row.prompt)} tokens, {row.room} new ones) needs"
+            raise UserError(f"{needs} more than the {n} pages of the pool: raise n_pages")
 
     def _contiguous(self, rows: Sequence[Row]) -> Cache:
         config, T = self.model.config, max(row.n for row in rows)

@@ -373,6 +373,7 @@ def test_invalid_options_are_named(kv) -> None:
         ({"vocab_size": 9, "unused": [9]}, "unused.* 8.* 9"), ({"constraint": ["a+", None]}, "a"),
         ({"constraint": [one]}, "2 prompts.* 1"),
         ({"constraint": one, "max_new_tokens": 4}, "5 tokens.* 4"),
+        ({"constraint": one, "prompts": "a", "who": talker}, "tokenizer of 37"),
         ({"logits_processor": lambda tokens, logits: logits.tolist()}, "logits_processor.*list"),
         ({"logits_processor": lambda tokens, logits, lengths: logits[:1]}, r"\(1, 37\)"),
         *(({"max_new_tokens": n}, f"max_new_tokens.*{re.escape(repr(n))}")

@@ -68,6 +68,8 @@ def test_the_model_is_nearly_what_it_was() -> None:
     before, plain = made(x)[0], F.linear(torch.ones(1, 64), layer.weight, layer.bias)
     matrices = made.get_num_params() - sum(p.numel() for p in made.parameters() if p.dim() == 1)
     int8.convert(made, made.head_weight)
+    with pytest.raises(ValueError, match=r"got torch\.int8"):  # a second time loses the scales
+        int8.convert(made, made.head_weight)
     assert int8.parameters(made) == matrices
     after, found = made(x)[0], layer(torch.ones(1, 64))
     assert found[0, 1] == layer.bias[1] and (found - plain).abs().max() < 0.1 * plain.abs().max()

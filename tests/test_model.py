@@ -233,12 +233,14 @@ def test_a_second_derivative_is_refused_rather_than_wrong(f) -> None:
             torch.autograd.grad(grad.sum(), leaves)
 
 
-def test_a_gradient_of_the_loss_is_not_scaled_twice() -> None:
+def test_the_loss_refuses_a_second_backward_and_too_many_targets() -> None:
     x = torch.randn(6, 4, requires_grad=True)
     loss = linear_cross_entropy(x, torch.eye(9, 4), torch.arange(6))
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="inplace"):
         loss.backward()
+    with pytest.raises(RuntimeError, match="input of size 7"):
+        linear_cross_entropy(x, torch.eye(9, 4), torch.arange(7))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

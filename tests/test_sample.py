@@ -18,6 +18,7 @@ import checkpoint
 import data
 import inference
 import sample
+from core.settings import UserError
 from inference import engine
 from model import GPT, GPTConfig
 
@@ -190,6 +191,9 @@ def test_the_latest_and_the_best_checkpoint(trained, tmp_path, caplog):
         (folder / "train_state.json").write_text(text)
     assert text_of(*words, "--checkpoint=best") == latest and new.name in caplog.text
     assert new.name in refused(f"--init_from={new}", "--checkpoint=best")
+    for option, value in (("which", "newest"), ("weights", "int4")):  # from Python
+        with pytest.raises(UserError, match=value):
+            inference.load(new, **{option: value})
 
 
 def test_a_model_without_a_tokenizer_has_gpt2s(tmp_path, monkeypatch):

@@ -46,6 +46,7 @@ P = [0.4, 0.3, 0.15, 0.1, 0.05]
 
 @pytest.mark.parametrize("sampling, want", [
     ({}, P), ({"temperature": 0.5}, [p**2 for p in P]), ({"temperature": 2.0}, [p**0.5 for p in P]),
+    ({"temperature": math.inf, "unused": [2]}, [1.0] * 4),  # -inf / inf is no number
     *(({"top_k": k}, P[:k]) for k in (2, 4, 5, 9)),
     *(({"top_p": top_p}, P[:n]) for top_p, n in ((0.39, 1), (0.41, 2), (0.69, 2), (0.71, 3),
                                                  (1.0, 5))),

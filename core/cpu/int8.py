@@ -20,10 +20,10 @@ def convert(model: nn.Module, head: Tensor) -> None:
     ValueError, before anything changes."""
     if head.device.type not in ("cpu", "cuda"):
         raise ValueError(f"int8 needs a CPU or CUDA, got {head.device.type}")
-    if head.dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(f"int8 needs float32 or bfloat16, got {head.dtype}")
-    inputs = {m.in_features for m in model.modules() if isinstance(m, nn.Linear)}
-    if odd := {k for k in inputs if k % 16}:  # the kernel loads 16 numbers at a time
+    weights = [head, *(m.weight for m in model.modules() if isinstance(m, nn.Linear))]
+    if got := {w.dtype for w in weights} - {torch.float32, torch.bfloat16}:
+        raise ValueError(f"int8 needs float32 or bfloat16, got {got.pop()}")
+    if odd := {k for w in weights if (k := w.shape[1]) % 16}:  # the kernel loads 16 at a time
         raise ValueError(f"int8 needs layers of a multiple of 16 inputs, got {min(odd)}")
     model.requires_grad_(False)
     for module in model.modules():
