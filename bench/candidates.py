@@ -91,7 +91,7 @@ class Candidate:
         """name: the row's; what: a path or name for its kind; changes: of the options."""
         self.bench, self.name, self.what, self.changes = bench, name, what, changes
         fixed: Json = {"attention_fallback": False, "batch_size": 1, "profile_step": None}
-        if changes.get("optimizer") == "adamw":
+        if changes.get("optimizer") == "adamw":  # in place of a config file's Muon
             fixed["muon_rates"] = TrainConfig.muon_rates
         self.config = bench.config.to(TrainConfig, **fixed | changes)
         self.device = bench.device

@@ -16,6 +16,7 @@ import data
 from attention.machine.system import kineto, synchronize
 from attention.proof import KERNELS
 from bench import Json, tables
+from bench.settings import varied
 from bench.tables import Cells, Row
 from core import flops, profile
 from core.flops import Sizes, flops_per_token, mean_keys
@@ -61,6 +62,7 @@ def model_of(part: Json) -> Sizes:
 
 
 def vocabulary(config: Any) -> tuple[int, str]:
+    """Its size in tokens, and where that comes from."""
     if config.vocab_size:
         return config.vocab_size, "vocab_size"
     folder = data.find(config.dataset, config.data_dir)
@@ -121,7 +123,7 @@ def computed(found: Json, row: Row, part: Json) -> Json:
     batch = row["batch_size"] * micro
     works = work(model, batch, micro, m["dtype"], bool(settings["grad_clip"]))
     word = tables.named(row, settings)[1]
-    if "muon" in (word if "optimizer=" in word else settings.get("optimizer", "")):
+    if (settings | (varied(word) if word else {})).get("optimizer") == "muon":
         del works["optimizer"]  # its roofline is AdamW's
     known = None if settings.get("bandwidth_gbs") else datasheet_bandwidth(m["name"])
     bandwidth, source = known or (m["bandwidth"], m["bandwidth_source"])
