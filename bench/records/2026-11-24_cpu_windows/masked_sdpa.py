@@ -17,5 +17,5 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, **_: object) -> Tensor:
     return out.transpose(1, 2)
 
 
-ABOUT, CAPS = "PyTorch SDPA with a T x T mask", (Caps(dropout=False, segments=False),)
-BACKEND = Backend("masked_sdpa", ABOUT, attend, CAPS, fallback=None)
+CAPS = (Caps(dropout=False, segments=False, caches=("none",)),)
+BACKEND = Backend("masked_sdpa", "PyTorch SDPA with a T x T mask", attend, CAPS, fallback=None)
